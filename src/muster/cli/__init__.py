@@ -1,0 +1,48 @@
+"""The `muster` command: parses, calls one function, prints.
+
+Nothing heavy is imported until a verb needs it, so that `--help` and a mistyped option answer at
+once.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from muster.cli import data, manage, recipe, train, use
+from muster.cli.common import console, print_error
+from muster.errors import MusterError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command()(train.train)
+app.command()(manage.watch)
+app.command("runs")(manage.list_runs)
+app.command()(manage.stop)
+app.command()(manage.clean)
+app.command("eval")(use.evaluate)
+app.command()(use.transcribe)
+app.add_typer(data.app, name="data")
+app.add_typer(recipe.app, name="recipe")
+
+
+def main() -> None:
+    """Errors meant for the user are one red line, without a stack trace."""
+    try:
+        app()
+    except MusterError as error:
+        print_error(str(error))
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Train speech and language models on every GPU you have."""
+    if version:
+        from muster import __version__
+
+        console.print(f"muster {__version__}", highlight=False)
+        raise typer.Exit

@@ -1,0 +1,63 @@
+"""What several verbs share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from muster.data.corpus import Split
+
+if TYPE_CHECKING:
+    from muster.recipe.schema import Recipe
+    from muster.runs import Run
+
+console = Console(highlight=False)
+
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `latest`.")
+]
+DirOption = Annotated[Path, typer.Option("--dir", help="Where run directories are.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]…", show_default=False)]
+CheckpointArgument = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A run, or one of its checkpoints.")
+]
+SplitOption = Annotated[Split, typer.Option(help="Which part of the data.")]
+
+
+def print_error(words: str) -> None:
+    errors = Console(stderr=True, highlight=False)
+    errors.print("[bold red]error:[/] ", end="")
+    errors.print(words, soft_wrap=True, markup=False)
+
+
+def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
+    """The recipe, saying once which older key names it used."""
+    from muster.recipe.load import read
+
+    loaded = read(recipe, changes or [])
+    for old, new in loaded.renamed.items():
+        console.print(f"[dim]{old} is read as {new}[/]")
+    return loaded.recipe
+
+
+def program() -> str:
+    """How to call muster again from here: plainly where it is on the PATH."""
+    called = Path(sys.argv[0])
+    on_path = shutil.which("muster")
+    if on_path and called.exists() and Path(on_path).samefile(called):
+        return "muster"
+    return os.path.relpath(called) if called.name == "muster" else "python -m muster"
+
+
+def shown(run: Run) -> str:
+    """The run's folder as one would type it here."""
+    try:
+        return str(run.path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(run.path)

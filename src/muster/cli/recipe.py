@@ -1,0 +1,43 @@
+"""`muster recipe`: what a run is told to do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from muster.cli.common import Overrides, console, load_recipe
+
+app = typer.Typer(no_args_is_help=True, help="What a run is told to do.")
+
+
+@app.command("list")
+def recipe_list() -> None:
+    """The recipes that ship."""
+    from muster.recipe.load import list_recipes
+
+    table = Table("recipe", "what it trains")
+    for name, description in list_recipes():
+        table.add_row(name, description)
+    console.print(table)
+
+
+@app.command("show")
+def recipe_show(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE")], overrides: Overrides = None
+) -> None:
+    """A recipe in full: every key, its value and its meaning."""
+    from muster.recipe.describe import describe
+
+    print(describe(load_recipe(recipe, list(overrides or []))))
+
+
+@app.command("schema")
+def recipe_schema() -> None:
+    """The JSON schema, for editors that complete and check YAML."""
+    import json
+
+    from muster.recipe.describe import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

@@ -1,0 +1,125 @@
+"""`muster train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from muster.cli.common import Overrides, console, load_recipe, program, shown
+from muster.cli.manage import show_until_end
+from muster.errors import LaunchError
+
+if TYPE_CHECKING:
+    from muster.hardware.inventory import Inventory
+    from muster.recipe.schema import Recipe
+    from muster.runs import Run
+
+
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A shipped recipe, a YAML file, or a run to continue."
+        ),
+    ] = "speech",
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|all",
+            help="Ranks: that many GPUs, or CPU ranks where there is none (all: one per core). "
+            "Default: every GPU, or one process on all cores.",
+            show_default=False,
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Short for distributed.strategy=NAME.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start the run and return at once.")
+    ] = False,
+) -> None:
+    """Train. The run lives on its own: Ctrl-C or a closed terminal leaves it running."""
+    from muster import runs
+    from muster.hardware import inventory
+    from muster.launch import local
+    from muster.observe.results import STOP_FILE
+
+    changes = list(overrides or [])
+    if strategy:
+        changes.append(f"distributed.strategy={strategy}")
+    existing = _existing_run(recipe)
+    resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
+    found = inventory.detect()
+    ranks = _ranks(resolved, gpus, found)
+    _check_before_launch(resolved, ranks)
+    run = existing or runs.create(Path(resolved.logging.dir), resolved.name, {})
+    _write_recipe(run, resolved)
+    (run.path / STOP_FILE).unlink(missing_ok=True)
+    run.update(state="starting", exit_code=None, failure=None)
+    local.start(run, ranks)
+    console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
+    if detach:
+        console.print(f"watch it: {program()} watch {shown(run)}")
+        return
+    show_until_end(run)
+
+
+def _existing_run(text: str) -> Run | None:
+    from muster import runs
+
+    path = Path(text)
+    if not (path / "run.json").is_file():
+        return None
+    run = runs.Run(path.resolve())
+    if run.state() in ("starting", "running"):
+        raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
+    return run
+
+
+def _ranks(recipe: Recipe, asked: str | None, found: Inventory) -> int:
+    if asked == "all":
+        return len(found.gpus) or found.cpus
+    if asked is not None and not (asked.isdigit() and int(asked) > 0):
+        raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
+    wanted = recipe.distributed.devices
+    ranks = int(asked) if asked else wanted if isinstance(wanted, int) else found.devices
+    if found.gpus and ranks > len(found.gpus):
+        raise LaunchError(
+            f"--gpus {ranks}, but this machine offers {found.describe()}; use --gpus all"
+        )
+    return ranks
+
+
+def _devices(found: Inventory, ranks: int) -> str:
+    """What the run uses and, when something stays idle, how to use it."""
+    if not found.gpus:
+        share = max(1, found.cpus // ranks)
+        return f"{ranks} CPU rank(s) × {share} thread(s), {found.describe()}"
+    words = f"{ranks} of {found.describe()}"
+    if ranks < len(found.gpus):
+        words += (
+            f"\n{len(found.gpus) - ranks} GPU(s) stay idle: --gpus {len(found.gpus)} uses all of them "
+            "(start_training.sh: --distributed)"
+        )
+    return words
+
+
+def _check_before_launch(recipe: Recipe, ranks: int) -> None:
+    """What can be known to fail is refused before a run directory exists."""
+    from muster.data import corpus
+    from muster.plan.batch import solve
+
+    solve(recipe.training, ranks)
+    corpus.files(recipe.data.train, "data.train", "train", recipe.data.max_parquet_files)
+    for key, spec in (("data.validation", recipe.data.validation), ("data.test", recipe.data.test)):
+        if spec:
+            corpus.files(spec, key, "validation" if key.endswith("validation") else "test")
+
+
+def _write_recipe(run: Run, recipe: Recipe) -> None:
+    from muster.recipe.describe import to_yaml
+
+    (run.path / "recipe.yaml").write_text(to_yaml(recipe))

@@ -1,0 +1,1 @@
+"""Corpora that ship with the package, one folder each."""

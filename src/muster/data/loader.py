@@ -1,0 +1,104 @@
+"""Batches, prepared ahead by threads, in the order the plan dictates.
+
+Threads, not processes: decoding and resampling release the interpreter lock, nothing is pickled,
+nothing forks after CUDA has started, and a decoded clip is kept once per rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from muster.data.batches import BatchPlan, cut
+
+
+class Source(Protocol):
+    """Indexed samples, each with a length that stands for its cost."""
+
+    @property
+    def lengths(self) -> NDArray[np.float64]: ...
+    def __len__(self) -> int: ...
+    def load(self, index: int) -> Any: ...
+    def name(self, index: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: padded tensors, and what the loop must know about them."""
+
+    ids: list[int]
+    tensors: dict[str, Tensor]
+    units: int  # tokens or clips that share the loss; summed over the global batch, it normalises
+    filled: int  # cells that carry data …
+    cells: int  # … of all cells computed; the difference is padding
+    amounts: dict[str, float] = field(default_factory=dict)  # for rates: {"audio_s": 61.5}
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {k: t.to(device, non_blocking=True) for k, t in self.tensors.items()}
+        return replace(self, tensors=moved)
+
+    def adding(self, **tensors: Tensor) -> Batch:
+        return replace(self, tensors=self.tensors | tensors)
+
+    def pinned(self) -> Batch:
+        return replace(self, tensors={k: t.pin_memory() for k, t in self.tensors.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+Collate = Callable[[Sequence[Any], int], Batch]  # samples, epoch → batch
+
+
+class Loader:
+    """This data rank's micro-batches of each optimizer step."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: BatchPlan,
+        collate: Collate,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        accumulation: int = 1,
+        workers: int = 2,
+        prefetch: int = 4,
+        pin: bool = False,
+    ) -> None:
+        self.source, self.plan, self.collate = source, plan, collate
+        self.rank, self.ranks, self.accumulation = rank, ranks, accumulation
+        self.workers, self.prefetch, self.pin = workers, max(prefetch, workers), pin
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        ids = self.plan.batch(step)
+        mine = cut(ids, self.plan.lengths, self.ranks, self.accumulation)[self.rank]
+        epoch = self.plan.epoch_of(step)
+        return [self._build(part.tolist(), epoch) for part in mine]
+
+    def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
+        """The micro-batches of steps `start` … `stop - 1`, each ready before it is asked for."""
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="data") as pool:
+            ahead: deque[Future[list[Batch]]] = deque()
+            upcoming = iter(range(start, stop))
+            try:
+                for _ in range(start, stop):
+                    while (
+                        len(ahead) <= self.prefetch and (step := next(upcoming, None)) is not None
+                    ):
+                        ahead.append(pool.submit(self.micro_batches, step))
+                    yield ahead.popleft().result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def _build(self, ids: list[int], epoch: int) -> Batch:
+        batch = self.collate([self.source.load(i) for i in ids], epoch)
+        return batch.pinned() if self.pin else batch

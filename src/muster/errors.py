@@ -1,0 +1,26 @@
+"""Errors a user is meant to read.
+
+A `MusterError` is one sentence or a short paragraph that says what happened, what muster expected
+and what to do, and names the key, file, row or rank. The command line prints it without a stack
+trace; anything else that escapes is a bug in muster and keeps its trace.
+"""
+
+
+class MusterError(Exception):
+    """Something the user can put right."""
+
+
+class RecipeError(MusterError):
+    """The recipe asks for something that does not exist, does not fit, or contradicts itself."""
+
+
+class DataError(MusterError):
+    """A file, a row or a column is not what training needs."""
+
+
+class CheckpointError(MusterError):
+    """A checkpoint is incomplete, damaged, or belongs to another recipe; or could not be written."""
+
+
+class LaunchError(MusterError):
+    """Ranks could not be started, could not find each other, or died."""

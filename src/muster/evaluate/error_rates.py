@@ -1,0 +1,113 @@
+"""Word and character error rates as counts that add.
+
+Rates of batches or ranks cannot be averaged (a clip of two words would weigh as much as one of
+forty), so every rank counts, the counts are summed, and only the sum is divided.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, fields
+
+import jiwer
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class EditCounts:
+    """Edits that turn references into hypotheses. `EditCounts()` is the zero of the addition."""
+
+    words: int = 0
+    word_substitutions: int = 0
+    word_deletions: int = 0
+    word_insertions: int = 0
+    chars: int = 0
+    char_edits: int = 0
+    clips: int = 0
+    exact_clips: int = 0
+
+    def __add__(self, other: EditCounts) -> EditCounts:
+        return EditCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def word_edits(self) -> int:
+        return self.word_substitutions + self.word_deletions + self.word_insertions
+
+    @property
+    def wer(self) -> float:
+        """Edits per reference word, above 1 where the model babbles.
+
+        Without any reference word it is the number of insertions, which is also jiwer's
+        convention: finite, and zero only where the model stayed silent too.
+        """
+        return self.word_edits / max(self.words, 1)
+
+    @property
+    def cer(self) -> float:
+        """Edits per reference character, spaces between words included."""
+        return self.char_edits / max(self.chars, 1)
+
+    @property
+    def exact_share(self) -> float:
+        """Share of clips without any error."""
+        return self.exact_clips / max(self.clips, 1)
+
+    def to_tensor(self, device: torch.device | str = "cpu") -> Tensor:
+        """[fields] float64, exact up to 2**53: sum it over ranks and read it back."""
+        return torch.tensor(astuple(self), dtype=torch.float64, device=device)
+
+    @classmethod
+    def from_tensor(cls, counts: Tensor) -> EditCounts:
+        if counts.dtype != torch.float64 or counts.shape != (len(fields(cls)),):
+            raise ValueError(
+                f"expected float64 [{len(fields(cls))}], got {counts.dtype} {list(counts.shape)}"
+            )
+        return cls(*(round(value) for value in counts.tolist()))
+
+
+@dataclass(frozen=True)
+class Clip:
+    """One transcribed clip in a table of errors; `row` is its place among the pairs given."""
+
+    row: int
+    reference: str
+    hypothesis: str
+    counts: EditCounts
+
+
+def count(reference: str, hypothesis: str) -> EditCounts:
+    """The edits of one clip. How much white space stands between words does not matter."""
+    reference, hypothesis = " ".join(reference.split()), " ".join(hypothesis.split())
+    words, chars = len(reference.split()), len(reference)
+    if reference == hypothesis:
+        return EditCounts(words=words, chars=chars, clips=1, exact_clips=1)
+    by_word = jiwer.process_words(reference, hypothesis)
+    by_char = jiwer.process_characters(reference, hypothesis)
+    return EditCounts(
+        words=words,
+        word_substitutions=by_word.substitutions,
+        word_deletions=by_word.deletions,
+        word_insertions=by_word.insertions,
+        chars=chars,
+        char_edits=by_char.substitutions + by_char.deletions + by_char.insertions,
+        clips=1,
+    )
+
+
+def count_all(pairs: Iterable[tuple[str, str]]) -> EditCounts:
+    """The counts of many (reference, hypothesis) pairs, added."""
+    return sum((count(*pair) for pair in pairs), EditCounts())
+
+
+def worst(pairs: Iterable[tuple[str, str]], n: int) -> list[Clip]:
+    """The `n` clips with most word edits, then most character edits, then first come.
+
+    Clips without errors never appear, so the list may be shorter.
+    """
+    clips = (Clip(row, *pair, count(*pair)) for row, pair in enumerate(pairs))
+    wrong = (clip for clip in clips if not clip.counts.exact_clips)
+    return heapq.nlargest(
+        n, wrong, key=lambda c: (c.counts.word_edits, c.counts.char_edits, -c.row)
+    )

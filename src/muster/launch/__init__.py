@@ -1,0 +1,1 @@
+"""Starting ranks, and finding out which one this process is."""

@@ -1,0 +1,37 @@
+"""Ranks as children of this process, by torch.multiprocessing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> None:
+    """Call `function` in `ranks` processes that find each other through torchrun's variables.
+
+    The parent holds the meeting point on a port the system chose, so none can be taken already.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    mp.spawn(  # type: ignore[attr-defined]
+        _child, args=(ranks, store.port, function, arguments), nprocs=ranks
+    )
+
+
+def _child(rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    import torch
+
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    function(*arguments)

@@ -1,0 +1,27 @@
+"""One log per rank, each line with the rank in front."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+
+def log_to_file(folder: Path, rank: int) -> None:
+    """Send this process's words to `ranks/<rank>.log`: logging, prints, and what native code says."""
+    path = folder / "ranks" / f"{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a", buffering=1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(file.fileno(), sys.stdout.fileno())
+    os.dup2(file.fileno(), sys.stderr.fileno())
+    set_up(f"Rank {rank}")
+
+
+def set_up(speaker: str, level: int = logging.INFO) -> None:
+    logging.basicConfig(
+        format=f"[{speaker}] %(message)s", level=level, stream=sys.stderr, force=True
+    )
+    logging.captureWarnings(True)

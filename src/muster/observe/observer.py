@@ -1,0 +1,161 @@
+"""One rank's notebook: a line per step, events, and the balance of all ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import psutil
+import torch
+
+from muster.observe.balance import Balance, RankTimes
+from muster.observe.results import STOP_FILE
+
+
+class Ranks(Protocol):
+    """The others, as far as observing needs them."""
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    step: int  # optimizer steps completed, this one included
+    epoch: int
+    loss: float
+    grad_norm: float
+    lr: float
+    samples: int  # of the whole global batch
+    step_time_s: float
+    data_wait_s: float
+    comm_wait_s: float
+    compute_s: float
+    filled: int
+    cells: int
+    amounts: dict[str, float]  # of the whole global batch, e.g. {"audio_s": 61.5}
+    skipped: bool
+
+    def metrics(self) -> dict[str, Any]:
+        """The line of metrics.jsonl. Other programs read it: names stay."""
+        line = {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "samples": self.samples,
+            "samples_per_s": self.samples / self.step_time_s,
+            "step_time_s": self.step_time_s,
+            "data_wait_s": self.data_wait_s,
+            "memory_gib": memory_gib(),
+        }
+        for name, amount in self.amounts.items():
+            line[f"{name}_per_s"] = amount / self.step_time_s
+        if self.skipped:
+            line["skipped"] = True
+        return line
+
+    def times(self) -> RankTimes:
+        return (
+            self.compute_s,
+            self.comm_wait_s,
+            self.data_wait_s,
+            self.step_time_s,
+            self.filled,
+            self.cells,
+        )
+
+
+def memory_gib() -> float:
+    """The most this rank has held of its GPU; on a CPU, what it holds of the host now."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    return float(psutil.Process().memory_info().rss) / 2**30
+
+
+class Observer:
+    def __init__(
+        self, folder: Path, rank: int, *, every_steps: int, tensorboard: bool, start: int
+    ) -> None:
+        self.folder, self.rank, self.every_steps = folder, rank, every_steps
+        self.balance = Balance()
+        self._pending: list[RankTimes] = []
+        self._fresh = True
+        self._ranks = _append(folder / "ranks" / f"{rank}.jsonl", start)
+        self._metrics: IO[str] | None = None
+        self._board: Any = None
+        if rank == 0:
+            self._metrics = _append(folder / "metrics.jsonl", start)
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+    def step(self, record: StepRecord, ranks: Ranks) -> None:
+        line = record.metrics()
+        if self._metrics:
+            self._metrics.write(json.dumps(line) + "\n")
+            self._metrics.flush()
+        if self._board:
+            for name in ("loss", "grad_norm", "lr", "samples_per_s"):
+                self._board.add_scalar(f"train/{name}", line[name], record.step)
+        names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
+        times = dict(zip(names, record.times(), strict=False))
+        self._ranks.write(json.dumps({"step": record.step, **times}) + "\n")
+        if self._fresh:
+            self._fresh = False
+        else:
+            self._pending.append(record.times())
+        if record.step % self.every_steps == 0:
+            self.flush(ranks)
+
+    def flush(self, ranks: Ranks) -> None:
+        """Exchange the times of recent steps. Every rank calls it at the same steps."""
+        for step in zip(*ranks.gather(self._pending), strict=True):
+            self.balance.add(list(step))
+        self._pending = []
+        self._ranks.flush()
+
+    def evaluation(self, step: int, split: str, scores: dict[str, float]) -> None:
+        self.event("evaluation", step=step, split=split, scores=scores)
+        if self._board:
+            for name in ("wer", "cer", "perplexity"):
+                if name in scores:
+                    self._board.add_scalar(f"{split}/{name}", scores[name], step)
+
+    def event(self, what: str, **details: Any) -> None:
+        """Something that happens now and then; rank 0 writes it to events.jsonl."""
+        if self.rank == 0:
+            with (self.folder / "events.jsonl").open("a") as file:
+                file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
+
+    def stop_requested(self) -> bool:
+        return self.rank == 0 and (self.folder / STOP_FILE).exists()
+
+    def close(self) -> None:
+        self._ranks.close()
+        if self._metrics:
+            self._metrics.close()
+        if self._board:
+            self._board.close()
+
+
+def _append(path: Path, start: int) -> IO[str]:
+    """Open for appending, without the lines of steps that will be done again."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        kept = [line for line in path.read_text().splitlines() if _is_before(line, start)]
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        temporary.replace(path)
+    return path.open("a")
+
+
+def _is_before(line: str, start: int) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= start)
+    except (ValueError, KeyError):  # a line cut short when its process was killed
+        return False

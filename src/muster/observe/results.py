@@ -1,0 +1,58 @@
+"""training_results.json: the run in one page, with the same keys whatever the task or strategy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+STOP_FILE = "stop-requested"  # its presence asks the run to save and end
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a .jsonl file; a last line still being written is left for later."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Whole or not at all: readers may look at any moment."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Totals over all steps of the run, restarts included."""
+    if not lines:
+        return {
+            "steps": 0,
+            "skipped_steps": 0,
+            "final_loss": None,
+            "epochs": [],
+            "throughput": {"samples_per_s": 0.0},
+            "measured": {"step_time_s": 0.0, "memory_gib": 0.0},
+        }
+    seconds = sum(line["step_time_s"] for line in lines)
+    epochs: dict[int, float] = defaultdict(float)
+    for line in lines:
+        epochs[line["epoch"]] += line["step_time_s"]
+    throughput = {"samples_per_s": sum(line["samples"] for line in lines) / seconds}
+    for name in [key for key in lines[-1] if key.endswith("_per_s") and key != "samples_per_s"]:
+        throughput[name] = sum(line[name] * line["step_time_s"] for line in lines) / seconds
+    return {
+        "steps": lines[-1]["step"],
+        "skipped_steps": sum(bool(line.get("skipped")) for line in lines),
+        "final_loss": lines[-1]["loss"],
+        "epochs": [{"epoch": e, "time_s": t} for e, t in sorted(epochs.items())],
+        "throughput": throughput,
+        "measured": {
+            "step_time_s": seconds / len(lines),
+            "memory_gib": max(line["memory_gib"] for line in lines),
+        },
+    }

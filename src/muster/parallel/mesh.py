@@ -1,0 +1,107 @@
+"""Joining the other ranks, and the few things a rank says to all of them outside of gradients."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from muster.parallel.layout import Layout
+
+Backend = Literal["auto", "nccl", "gloo"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's place among all of them. `background` is a second group, for the checkpoint
+    thread: two threads must never share one."""
+
+    rank: int
+    local_rank: int
+    layout: Layout
+    device: torch.device
+    background: Any
+
+    @property
+    def world(self) -> int:
+        return self.layout.world
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.layout.data_rank(self.rank)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the ranks that see different data, in float64."""
+        if self.world == 1:
+            return list(values)
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed)
+        return packed.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank says, on every rank."""
+        if self.world == 1:
+            return [value]
+        said: list[Any] = [None] * self.world
+        dist.all_gather_object(said, value)
+        return said
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            self.sum(0.0)
+
+
+def bind_device(local_rank: int) -> torch.device:
+    """This rank's device, made current before anything else touches CUDA.
+
+    A rank that computes first and binds later leaves a context on GPU 0: the classic way for one
+    GPU to fill up while the others idle.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_for(asked: Backend, device: torch.device) -> str:
+    """Tensors on a GPU travel by NCCL; those on the CPU always by gloo."""
+    if device.type == "cpu" or asked == "gloo":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl"
+
+
+def join(
+    rank: int,
+    local_rank: int,
+    layout: Layout,
+    backend: Backend,
+    timeout_s: float,
+    store: Any = None,
+) -> Mesh:
+    """Find the other ranks. A rank that does not come within `timeout_s` ends the wait."""
+    device = bind_device(local_rank)
+    limit = datetime.timedelta(seconds=timeout_s)
+    if store is None and layout.world == 1:
+        store = dist.HashStore()
+    dist.init_process_group(
+        backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
+    )
+    background = dist.new_group(backend="gloo", timeout=limit)
+    return Mesh(rank, local_rank, layout, device, background)
+
+
+def leave() -> None:
+    """Say goodbye. The pause lets gloo's threads drop their last tensors, for which they need the
+    interpreter: a group destroyed a moment earlier waits for them while holding it, forever."""
+    if dist.is_initialized():
+        time.sleep(0.05)
+        dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""Working out a run before it starts."""

@@ -1,0 +1,1 @@
+"""What to train, on what, how: one validated document."""

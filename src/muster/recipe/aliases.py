@@ -1,0 +1,166 @@
+"""Older key names, in one table.
+
+Configurations written for other trainers keep working: their names are moved onto today's keys
+before anything is validated, so that the rest of muster only ever sees one spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from muster.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Alias:
+    """`old` means `new`.
+
+    A switch has `when`: what each of its positions writes to `new`. A position that is absent
+    writes nothing and so agrees with whatever `new` holds.
+    """
+
+    old: str
+    new: str
+    when: Mapping[bool, Any] | None = None
+
+    def sets(self, value: Any) -> bool:
+        return self.when is None or (isinstance(value, bool) and value in self.when)
+
+
+TABLE: tuple[Alias, ...] = (
+    Alias("training.distributed_strategy", "distributed.strategy"),
+    Alias("training.ddp_backend", "distributed.backend"),
+    Alias("training.ddp_find_unused_parameters", "distributed.find_unused_parameters"),
+    Alias("training.ddp_bucket_cap_mb", "distributed.bucket_mb"),
+    Alias("distributed.bucket_cap_mb", "distributed.bucket_mb"),
+    Alias("distributed.enabled", "distributed.devices", when={False: 1}),
+    Alias("training.batch_size", "training.global_batch_size"),
+    Alias("training.per_device_train_batch_size", "training.per_device_batch_size"),
+    Alias("training.learning_rate", "training.lr"),
+    Alias("training.num_train_epochs", "training.epochs"),
+    Alias("training.num_epochs", "training.epochs"),
+    Alias("training.max_steps", "training.steps"),
+    Alias("training.max_parquet_files", "data.max_parquet_files"),
+    Alias("data.max_files", "data.max_parquet_files"),
+)
+
+
+def same_as(key: str) -> list[Alias]:
+    """The rows that tie `key` to another name, `key` being on either side of them.
+
+    Two older names of one key are tied as well, hence the second step.
+    """
+    targets = {key} | {row.new for row in TABLE if row.old == key}
+    return [row for row in TABLE if row.new in targets]
+
+
+def outrank(config: DictConfig, key: str, value: Any, given: set[str]) -> None:
+    """An override of `key` wins over files that use another name for the same thing.
+
+    The other name stays behind as a pointer, for files that refer to it as `${other.name}`. Names
+    in `given` are overrides themselves: two that disagree are left for `translate` to refuse.
+    """
+    for row in same_as(key):
+        if row.old == key and not row.sets(value):
+            return
+        for other in {row.old, row.new} - given:
+            if not has(config, other):
+                continue
+            if row.when is None:
+                OmegaConf.update(config, other, f"${{{key}}}")
+            else:
+                remove(config, other)
+
+
+def delete(config: DictConfig, key: str) -> None:
+    """Take `key` out, under whichever name the files gave it."""
+    names = {key}.union(*({row.old, row.new} for row in same_as(key)))
+    present = [name for name in names if has(config, name)]
+    if not present:
+        raise RecipeError(f"~{key}: nothing to delete, the recipe does not give {key}")
+    for name in present:
+        remove(config, name)
+
+
+def has(config: DictConfig, key: str) -> bool:
+    section, _, leaf = key.rpartition(".")
+    parent = OmegaConf.select(config, section) if section else config
+    return isinstance(parent, DictConfig) and leaf in list(parent)  # `in parent` is false for ???
+
+
+def remove(config: DictConfig, key: str) -> None:
+    section, _, leaf = key.rpartition(".")
+    parent = OmegaConf.select(config, section) if section else config
+    parent.pop(leaf, None)
+
+
+def translate(document: dict[str, Any]) -> dict[str, str]:
+    """Move the older names in `document` onto their keys, in place; returns {old: new} of them."""
+    renamed: dict[str, str] = {}
+    written_by: dict[str, str] = {}
+    for row in TABLE:
+        found, value = _pop(document, row.old)
+        if not found:
+            continue
+        renamed[row.old] = row.new
+        if row.when is not None and not isinstance(value, bool):
+            raise RecipeError(f"{row.old}: got {value!r}, expected true or false")
+        if not row.sets(value):
+            continue
+        if row.when is not None:
+            value = row.when[value]
+        taken, other = get(document, row.new)
+        if taken and other != value:
+            raise RecipeError(
+                f"{row.old} is an older name of {row.new}: {row.old} asks for {value!r} and "
+                f"{written_by.get(row.new, row.new)} for {other!r}; keep {row.new} alone"
+            )
+        if not taken:
+            _put(document, row.new, value)
+            written_by[row.new] = row.old
+    return renamed
+
+
+def alias_table() -> str:
+    """The table as markdown, for the manual."""
+    lines = ["| older name | key |", "|---|---|"]
+    for row in TABLE:
+        if row.when is None:
+            meaning = f"`{row.new}`"
+        else:
+            meaning = "; ".join(
+                f"`{str(position).lower()}`: "
+                + (f"`{row.new}={row.when[position]}`" if position in row.when else "says nothing")
+                for position in (True, False)
+            )
+        lines.append(f"| `{row.old}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def get(document: dict[str, Any], key: str) -> tuple[bool, Any]:
+    node: Any = document
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False, None
+        node = node[part]
+    return True, node
+
+
+def _pop(document: dict[str, Any], key: str) -> tuple[bool, Any]:
+    section, _, leaf = key.rpartition(".")
+    found, parent = get(document, section)
+    if not found or not isinstance(parent, dict) or leaf not in parent:
+        return False, None
+    return True, parent.pop(leaf)
+
+
+def _put(document: dict[str, Any], key: str, value: Any) -> None:
+    """Write `value`, making its section; a section that is not a mapping is left to validation."""
+    section, _, leaf = key.rpartition(".")
+    parent = document.setdefault(section, {})
+    if isinstance(parent, dict):
+        parent[leaf] = value

@@ -1,0 +1,257 @@
+"""What the schema says, in words: for errors, for `muster recipe show`, for editors and the manual.
+
+Everything here is read off the JSON schema that pydantic derives from `schema.py`, so a key added
+there is described, suggested and documented without a second list.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import yaml
+
+from muster.recipe import aliases
+from muster.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Key:
+    """One dotted key of the recipe."""
+
+    name: str
+    expects: str  # "a whole number greater than 0 or auto"; never mentions null
+    kinds: frozenset[
+        str
+    ]  # JSON types accepted: integer, number, string, boolean, array, null, object
+    default: Any
+    description: str
+
+    @property
+    def is_section(self) -> bool:
+        return "object" in self.kinds
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every dotted key, sections included, in the order of the schema."""
+    schema = Recipe.model_json_schema()
+    return {key.name: key for key in _walk(schema, schema["$defs"], "")}
+
+
+def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Iterator[Key]:
+    for name, entry in node["properties"].items():
+        options = [_follow(option, definitions) for option in entry.get("anyOf", [entry])]
+        dotted = prefix + name
+        section = next((option for option in options if option.get("type") == "object"), None)
+        words = [_words(option) for option in options if option.get("type") != "null"]
+        if section is not None:
+            first = next(iter(section["properties"]))
+            words = [f"keys of its own, such as {dotted}.{first}"]
+        yield Key(
+            name=dotted,
+            expects=_either(words),
+            kinds=frozenset(option["type"] for option in options),
+            default=entry.get("default"),
+            description=entry.get("description") or (section or {}).get("description", ""),
+        )
+        if section is not None:
+            yield from _walk(section, definitions, dotted + ".")
+
+
+def _follow(option: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    if "$ref" not in option:
+        return option
+    found: dict[str, Any] = definitions[option["$ref"].rsplit("/", 1)[-1]]
+    return found
+
+
+def _words(option: dict[str, Any]) -> str:
+    """One alternative of a key's type as a person would say it."""
+    if "const" in option:
+        return str(option["const"])
+    if "enum" in option:
+        return _either([str(choice) for choice in option["enum"]])
+    kind = option["type"]
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _bounds(option)
+    if kind == "string":
+        return f"text matching `{option['pattern']}`" if "pattern" in option else "text"
+    if kind == "boolean":
+        return "true or false"
+    if kind == "array":
+        items = option.get("prefixItems") or [option.get("items") or {}]
+        inner = _words(items[0]).removeprefix("a ").replace("number", "numbers", 1)
+        return (
+            f"a list of {option['maxItems']} {inner}"
+            if "maxItems" in option
+            else f"a list of {inner}"
+        )
+    return "keys of its own"
+
+
+def _bounds(option: dict[str, Any]) -> str:
+    low, above = option.get("minimum"), option.get("exclusiveMinimum")
+    high, below = option.get("maximum"), option.get("exclusiveMaximum")
+    if option["type"] == "integer" and below is not None:
+        high = below - 1
+    if low is not None and high is not None:
+        return f" from {low:g} to {high:g}" if high < 1e6 else f" from {low} to {high}"
+    parts = [f"greater than {above:g}"] if above is not None else []
+    parts += [f"of at least {low:g}"] if low is not None else []
+    parts += [f"less than {below:g}"] if below is not None else []
+    parts += [f"of at most {high:g}"] if high is not None else []
+    return " " + " and ".join(parts) if parts else ""
+
+
+def _either(words: list[str]) -> str:
+    if len(words) < 2:
+        return "".join(words)
+    return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def closest(name: str, names: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return found[0] if found else None
+
+
+def nearest(name: str) -> str | None:
+    """The key that `name` most likely meant: by its spelling, or by its last word elsewhere."""
+    known = {key: key for key in keys()} | {row.old: row.new for row in aliases.TABLE}
+
+    def alike(one: str, other: str) -> float:
+        return difflib.SequenceMatcher(None, one, other).ratio()
+
+    def score(candidate: str) -> float:
+        leaf = alike(candidate.rpartition(".")[2], name.rpartition(".")[2])
+        return max(alike(candidate, name), 0.95 * leaf)
+
+    best = max(known, key=score)
+    return known[best] if score(best) >= 0.6 else None
+
+
+def mismatch(key: Key, value: Any) -> str:
+    """What `key` got, and what would be right."""
+    got = repr(value) if isinstance(value, str) else scalar(value)
+    if len(got) > 60:
+        got = got[:59] + "…"
+    hint = ""
+    if key.expects.startswith("text") and isinstance(value, int | float):
+        hint = ": put it in quotes"
+    if key.is_section and value is None:
+        hint = "; leave the section out for its defaults"
+    return f"got {got}, expected {key.expects}{hint}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML as Hydra reads it back: `1e-3` is a number there, so the text keeps its quotes."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+_Dumper.add_representer(
+    list,
+    lambda dumper, value: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", value, flow_style=True
+    ),
+)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """Every key in the order of the schema; reading it back gives an equal recipe."""
+    return yaml.dump(
+        recipe.as_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1_000_000
+    )
+
+
+def scalar(value: Any) -> str:
+    """One value as it would stand in a recipe, on one line."""
+    text = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, allow_unicode=True, width=1_000_000
+    )
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def describe(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, each key with its meaning, and its default where it differs."""
+    rows: list[tuple[str, str]] = []
+    _rows(recipe.as_dict(), "", rows)
+    width = min(max(len(left) for left, _ in rows), 44)
+    lines = [f"{left:<{width}}  # {note}" if note else left for left, note in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(values: dict[str, Any], prefix: str, rows: list[tuple[str, str]]) -> None:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        key = keys()[prefix + name]
+        if isinstance(value, dict):
+            rows.append((f"{indent}{name}:", key.description))
+            _rows(value, prefix + name + ".", rows)
+            continue
+        note = key.description
+        if key.is_section:
+            note = f"[default: on] {note}"
+        elif value != key.default:
+            note = f"[default: {scalar(key.default)}] {note}"
+        rows.append((f"{indent}{name}: {scalar(value)}", note))
+
+
+def json_schema() -> dict[str, Any]:
+    """The recipe for editors: completion, descriptions and bounds while typing.
+
+    A file may leave to its `defaults` what the whole recipe needs, so no section is required here.
+    """
+    schema = Recipe.model_json_schema()
+    schema.pop("required", None)
+    defaults = {
+        "type": "array",
+        "description": "Files beside this one, or shipped recipes, that this one builds on.",
+        "items": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "muster recipe",
+        "properties": {"defaults": defaults, **schema["properties"]},
+    }
+
+
+def schema_table() -> str:
+    """The key reference of the manual, as markdown."""
+    lines = ["| key | takes | default | meaning |", "|---|---|---|---|"]
+    for key in keys().values():
+        if key.is_section:
+            if key.description and "null" in key.kinds:
+                lines.append(f"| `{key.name}` | a section or null | on | {key.description} |")
+            continue
+        takes = key.expects + (" or null" if "null" in key.kinds else "")
+        cells = (f"`{key.name}`", takes, f"`{scalar(key.default)}`", key.description)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def update_manual(page: str) -> str:
+    """`page` with the tables between its markers written anew from the code."""
+    for name, table in (("keys", schema_table()), ("aliases", aliases.alias_table())):
+        start, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
+        head, found, rest = page.partition(start)
+        if not found or end not in rest:
+            raise ValueError(f"the page has no {start} … {end}")
+        page = f"{head}{start}\n{table}\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    manual = Path(sys.argv[1])
+    manual.write_text(update_manual(manual.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,305 @@
+"""From a name or a file, and `key=value` overrides, to one validated recipe.
+
+Hydra composes the files. Overrides are read by Hydra's grammar but applied here, after the files:
+a folder that happens to be called `name` beside a recipe then cannot turn `name=x` into a choice
+of file, an older key name in one layer meets the newer one in the other, and a key that does not
+exist gets our sentence rather than Hydra's. Hydra is imported only where files are composed,
+because every rank reads its recipe and none of them composes.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from muster.errors import RecipeError
+from muster.recipe import aliases
+from muster.recipe.describe import closest, keys, mismatch, nearest, to_yaml
+from muster.recipe.schema import Recipe
+
+__all__ = ["Loaded", "from_resolved", "list_recipes", "load", "read", "to_yaml"]
+
+MISSING = "???"  # Hydra's mark for a value that whoever builds on a file must give
+SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+
+log = logging.getLogger(__name__)
+_composing = threading.Lock()  # Hydra keeps its state in a global
+
+
+class Loaded(NamedTuple):
+    recipe: Recipe
+    renamed: dict[str, str]  # older names that were used → the keys they stand for
+
+
+def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe called `name_or_path`, or in that YAML file, with `key=value` overrides."""
+    return read(name_or_path, overrides).recipe
+
+
+def read(name_or_path: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Like `load`, and also says which older key names were used, so that a caller can tell."""
+    path = _find(name_or_path)
+    config = _compose(path)
+    _apply(config, overrides)
+    return _finish(config)
+
+
+def from_resolved(path: str | Path) -> Recipe:
+    """The recipe a run wrote into its directory. Nothing is composed; older names still work,
+    because a run may be older than the muster that reads it."""
+    config = OmegaConf.create(_parse(Path(path)))
+    assert isinstance(config, DictConfig)
+    return _finish(config).recipe
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """Name and description of each recipe that ships."""
+    found = []
+    for path in sorted(SHIPPED.glob("*.yaml")):
+        found.append((path.stem, str(_parse(path).get("description", ""))))
+    return found
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(name_or_path).expanduser()
+    if "/" not in name_or_path and path.suffix not in (".yaml", ".yml"):
+        shipped = SHIPPED / f"{name_or_path}.yaml"
+        if shipped.is_file():
+            return shipped
+        names = [name for name, _ in list_recipes()]
+        beside = Path(f"{name_or_path}.yaml")
+        near = str(beside) if beside.is_file() else closest(name_or_path, names)
+        hint = f"; nearest is {near}" if near else ""
+        raise RecipeError(
+            f"{name_or_path}: no such recipe{hint}; `muster recipe list` lists them, "
+            "and a file's name must end in .yaml"
+        )
+    if path.is_dir():
+        raise RecipeError(f"{name_or_path}: is a folder, expected a recipe file that ends in .yaml")
+    if not path.is_file():
+        near = closest(path.name, [other.name for other in path.parent.glob("*.yaml")])
+        hint = f"; nearest is {path.parent / near}" if near else ""
+        raise RecipeError(f"{name_or_path}: no such file{hint}")
+    if path.suffix != ".yaml":
+        raise RecipeError(f"{name_or_path}: a recipe's file name must end in .yaml; rename it")
+    return path
+
+
+def _parse(path: Path) -> dict[Any, Any]:
+    """The file as it stands, before any composition."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is None:
+            return {}
+        if not isinstance(node, yaml.MappingNode):
+            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
+            raise RecipeError(f"{path}: holds {kind}, expected keys such as `training:`")
+        container = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.YAMLError as error:
+        _refuse_yaml(error, path)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{error.full_key or path}: {_one_line(error)}") from None
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    assert isinstance(container, dict)
+    return container
+
+
+def _compose(path: Path) -> DictConfig:
+    """The file on top of whatever its `defaults:` list names, before overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException, MissingConfigException
+
+    if "hydra" in _parse(path):
+        raise RecipeError("hydra: no such key; muster only uses Hydra to compose files")
+    searchpath = str(SHIPPED).replace("\\", "\\\\").replace("'", "\\'")
+    with _composing, warnings.catch_warnings():
+        # Without `_self_` a file's own keys win over its defaults; Hydra would like that spelt out.
+        warnings.filterwarnings("ignore", message=".*missing `_self_`")
+        outer = (
+            GlobalHydra.instance().hydra
+        )  # the caller may live inside a Hydra application of its own
+        GlobalHydra.instance().clear()
+        try:
+            with initialize_config_dir(
+                str(path.parent.absolute()), job_name="muster", version_base="1.3"
+            ):
+                config = compose(path.stem, [f"hydra.searchpath=['file://{searchpath}']"])
+        except MissingConfigException as error:
+            _refuse_missing(error, path)
+        except RecursionError:
+            raise RecipeError(f"{path}: its `defaults:` lead back to itself") from None
+        except yaml.YAMLError as error:
+            _refuse_yaml(error, path)
+        except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+            raise RecipeError(f"{path}: cannot be composed: {_one_line(error)}") from None
+        finally:
+            GlobalHydra.instance().hydra = outer  # a new instance by now
+    OmegaConf.set_struct(config, False)
+    return config
+
+
+def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
+    given: set[str] = set()
+    for text in overrides:
+        key, value, delete = _parse_override(text)
+        try:
+            if delete:
+                aliases.delete(config, key)
+                continue
+            for leaf, leaf_value in _leaves(key, value):
+                OmegaConf.update(config, leaf, leaf_value, merge=True, force_add=True)
+                given.add(leaf)
+                aliases.outrank(config, leaf, leaf_value, given)
+        except OmegaConfBaseException as error:
+            raise RecipeError(f"{key}: cannot be set: {_one_line(error)}") from None
+
+
+def _parse_override(text: str) -> tuple[str, Any, bool]:
+    """Key, value, and whether the key is to be deleted."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    shape = re.fullmatch(r"(~|\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", text, re.DOTALL)
+    if shape is None or (shape[1] != "~" and shape[3] is None):
+        raise RecipeError(
+            f"{text}: not an override, expected key=value, such as training.steps=100"
+        )
+    sign, key, raw = shape.groups()
+    if sign == "~":
+        return key, None, True
+    try:
+        override = OverridesParser.create().parse_override(f"++{key}={raw}")
+    except HydraException:
+        # Hydra refuses '=', '~', '#' and letters beyond ASCII outside quotes. A path may hold them,
+        # and what begins like text can only mean text.
+        if raw[:1] in ("[", "{", "'", '"') or "${" in raw:
+            raise RecipeError(
+                f"{key}: got {raw}, which has no end or no meaning; check its quotes and brackets"
+            ) from None
+        return key, raw, False
+    if override.is_sweep_override():
+        raise RecipeError(
+            f"{key}: got {raw}, which is several values, expected one: "
+            f"a list is [a,b], and text with a comma needs quotes"
+        )
+    return key, override.value(), False
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _finish(config: DictConfig) -> Loaded:
+    try:
+        document = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{error.full_key or 'recipe'}: {_one_line(error)}") from None
+    assert isinstance(document, dict)
+    plain: dict[str, Any] = {str(key): value for key, value in document.items()}
+    renamed = aliases.translate(plain)
+    for old, new in renamed.items():
+        log.info("%s is an older name of %s", old, new)
+    return Loaded(_validate(plain, renamed), renamed)
+
+
+def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
+    """pydantic's verdict in one line. It speaks once per branch of a union and in its own terms, so
+    only the key is taken from it; what was given and what would be right come from the schema."""
+    required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
+    document = {**{name: {} for name in required}, **document}
+    problems = dict(_unseen(document, ""))
+    try:
+        recipe = Recipe.model_validate(document)
+        if not problems:
+            return recipe
+    except ValidationError as error:
+        for entry in error.errors():
+            if entry["type"] in ("extra_forbidden", "invalid_key"):
+                continue  # named by _unseen, with the nearest key
+            key = _known(entry["loc"])
+            if entry["type"] == "value_error" or not key:
+                message = entry["msg"].removeprefix("Value error, ")
+            else:
+                message = mismatch(keys()[key], aliases.get(document, key)[1])
+            problems.setdefault(key or "recipe", message)
+    older = {new: old for old, new in renamed.items()}
+    (first, message), *rest = problems.items()
+    label = f"{older[first]} (now {first})" if first in older else first
+    more = f" (and {len(rest)} more: {', '.join(key for key, _ in rest)})" if rest else ""
+    raise RecipeError(" ".join(f"{label}: {message}".split()) + more)
+
+
+def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """What pydantic does not see or not say well: unknown keys, gaps, and `true` for a number."""
+    for name, value in document.items():
+        dotted = f"{prefix}{name}"
+        key = keys().get(dotted)
+        if key is not None and "." in str(name):
+            section, _, leaf = dotted.rpartition(".")
+            yield dotted, f"a file nests its keys; write {leaf} under {section}"
+        elif key is None:
+            for leaf, _ in _leaves(dotted, value):
+                near = nearest(leaf)
+                hint = f"nearest is {near}" if near else "`muster recipe schema` lists them all"
+                yield leaf, f"no such key; {hint}"
+        elif value == MISSING:
+            yield dotted, f"has no value yet; give it: {dotted}=VALUE"
+        elif key.is_section and isinstance(value, dict):
+            yield from _unseen(value, f"{dotted}.")
+        elif isinstance(value, bool) and "boolean" not in key.kinds:
+            yield dotted, mismatch(key, value)
+
+
+def _known(location: tuple[int | str, ...]) -> str:
+    """The longest key in a pydantic location, whose tail may name a union's branch or an index."""
+    for end in range(len(location), 0, -1):
+        dotted = ".".join(str(part) for part in location[:end])
+        if dotted in keys():
+            return dotted
+    return ""
+
+
+def _refuse_yaml(error: yaml.YAMLError, path: Path) -> NoReturn:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or "cannot be read"
+    where = str(path)
+    if mark is not None:
+        file = mark.name if mark.name.endswith(".yaml") else str(path)
+        where = f"{file}, line {mark.line + 1}"
+    raise RecipeError(f"{where}: not valid YAML: {problem}") from None
+
+
+def _refuse_missing(error: Any, path: Path) -> NoReturn:
+    missing = str(error.missing_cfg_file)
+    names = [other.stem for other in path.parent.glob("*.yaml") if other != path]
+    near = closest(missing, names + [name for name, _ in list_recipes()])
+    hint = f"; nearest is {near}" if near else ""
+    raise RecipeError(
+        f"{path}: its `defaults:` name {missing!r}, which is neither a file beside it "
+        f"nor a shipped recipe{hint}"
+    ) from None
+
+
+def _one_line(error: BaseException) -> str:
+    """OmegaConf's and Hydra's messages carry their context in further lines."""
+    text = str(error).split("full_key:")[0]
+    return " ".join(text.split())

@@ -1,0 +1,270 @@
+"""The recipe: every key that exists, its meaning, its default and its bounds.
+
+The recipe is the maths. Nothing in it depends on the machine: `training.global_batch_size` clips go
+into each of `training.steps` optimizer steps whether one process or sixty-four share the work. What
+does depend on the machine (`distributed`, workers, `auto`) only decides where the work runs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Auto = Literal["auto"]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """One block of the recipe. Unknown keys are refused, values are immutable once validated."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class Model(Section):
+    preset: str = Field(
+        "lmu-micro",
+        description="A named architecture: lmu-micro, lmu-7m, their -causal forms, lmu-guide.",
+    )
+    norm: Literal["layer", "batch"] = Field(
+        "layer",
+        description="`batch` is masked batch normalisation, synchronised over all ranks. Its statistics "
+        "come from one micro-batch at a time, so accumulation and world size change the result.",
+    )
+    dropout: Fraction = Field(
+        0.0,
+        description="Dropout masks follow the rank, so with it on, losses differ between world sizes.",
+    )
+
+
+class SpecAugment(Section):
+    """Masks and a warp of the log-mel picture, drawn from (seed, epoch, sample): the same on any layout."""
+
+    freq_masks: Count = Field(2, description="Bands of mel channels set to the clip's mean.")
+    freq_width: Positive = Field(20, description="Widest band, in mel channels.")
+    time_masks: Count = Field(2, description="Stretches of time set to the clip's mean.")
+    time_width: Fraction = Field(0.1, description="Longest stretch, as a share of the clip.")
+    warp: Annotated[float, Field(ge=0, lt=0.5)] = Field(
+        0.1, description="Stretch frequencies by up to this share, as another vocal tract would."
+    )
+
+
+class Tokenizer(Section):
+    kind: Literal["characters", "subwords"] = Field(
+        "characters", description="`subwords` learns byte-pair units from the training text."
+    )
+    characters: str = Field(
+        "abcdefghijklmnopqrstuvwxyz' ", description="The alphabet; the CTC blank is added to it."
+    )
+    vocabulary_size: Positive = Field(256, description="Units to learn when `kind` is `subwords`.")
+
+
+class Data(Section):
+    train: str = Field(
+        "embedded:spoken-numbers",
+        description="`embedded:NAME`, a parquet file, a folder of them, or a glob.",
+    )
+    validation: str | None = Field(
+        None,
+        description="Data scored during training. Default: the validation split beside `train`.",
+    )
+    test: str | None = Field(
+        None, description="Data scored once at the end. Default: the test split beside `train`."
+    )
+    max_parquet_files: Positive | None = Field(
+        None, description="Read only the first so many training files (by name)."
+    )
+    audio_column: str | None = Field(None, description="Default: found by name and type.")
+    text_column: str | None = Field(None, description="Default: text, sentence, transcription …")
+    sample_rate: Positive = Field(16000, description="Hz; other rates are resampled.")
+    mels: Positive = Field(80, description="Mel channels of the features.")
+    normalize: Literal["clip", "fixed"] = Field(
+        "clip",
+        description="`clip`: mean and variance of each clip; `fixed`: one constant, needed for streaming.",
+    )
+    spec_augment: SpecAugment | None = Field(
+        default_factory=lambda: SpecAugment(), description="`null` turns augmentation off."
+    )
+    tokenizer: Tokenizer = Field(default_factory=lambda: Tokenizer())
+    lowercase: bool = Field(True, description="Lower the case of transcripts before tokenizing.")
+    unknown_characters: Literal["error", "drop"] = Field(
+        "error", description="What to do with characters outside the vocabulary."
+    )
+    min_seconds: Annotated[float, Field(ge=0)] = Field(
+        0.1, description="Shorter clips are left out."
+    )
+    max_seconds: Annotated[float, Field(gt=0)] = Field(
+        30.0, description="Longer clips are left out."
+    )
+    max_bad_fraction: Fraction = Field(
+        0.01,
+        description="Rows that cannot be read are left out and named; more than this share is an error.",
+    )
+    pool_batches: Positive = Field(
+        16,
+        description="Clips are shuffled, then sorted by length inside pools of this many global batches, "
+        "so that a batch holds clips of like length.",
+    )
+    workers: Positive | Auto = Field("auto", description="Decoding threads per rank.")
+    prefetch: Positive = Field(4, description="Global batches prepared ahead.")
+    cache_gib: Annotated[float, Field(ge=0)] = Field(
+        1.0, description="Memory per rank for decoded clips, kept from one epoch to the next."
+    )
+
+
+class Training(Section):
+    steps: Positive | None = Field(None, description="Optimizer steps. Give this or `epochs`.")
+    epochs: Positive | None = Field(None, description="Passes over the data. Give this or `steps`.")
+    global_batch_size: Positive = Field(
+        32, description="Clips or sequences per optimizer step, whatever the world size."
+    )
+    per_device_batch_size: Positive | Auto = Field(
+        "auto", description="The most samples one device holds at a time."
+    )
+    gradient_accumulation_steps: Positive | Auto = Field(
+        "auto", description="Micro-batches per device and optimizer step; solved when `auto`."
+    )
+    lr: Annotated[float, Field(gt=0)] = Field(
+        1e-3, description="Peak learning rate, before `lr_scaling`."
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description="Scale `lr` by global_batch_size / reference_batch_size, or by its square root.",
+    )
+    reference_batch_size: Positive | None = Field(
+        None,
+        description="The global batch at which `lr` is meant; needed when `lr_scaling` is not none.",
+    )
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine",
+        description="How the learning rate falls after warm-up, on the clock of optimizer steps.",
+    )
+    warmup_steps: Count = Field(100, description="Steps from 0 to the peak.")
+    final_lr_ratio: Fraction = Field(
+        0.0, description="Where the schedule ends, as a share of the peak."
+    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        0.01, description="On matrices only; biases and norms are left alone."
+    )
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's two averages.")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon.")
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="Clip the global gradient norm to this; `null` measures without clipping."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="`auto`: bf16 on GPUs that have it, else fp32. fp16 uses a loss scaler."
+    )
+    max_bad_steps: Positive = Field(
+        3,
+        description="The run ends at this many steps in a row with a non-finite loss or gradient.",
+    )
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Training:
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise ValueError(
+                f"needs either steps or epochs, got {given}: give one, and set the other to null"
+            )
+        if self.lr_scaling != "none" and self.reference_batch_size is None:
+            raise ValueError(
+                f"lr_scaling is {self.lr_scaling!r} but nothing says relative to what: "
+                "set training.reference_batch_size to the batch at which lr is right"
+            )
+        return self
+
+
+class Distributed(Section):
+    devices: Positive | Auto = Field(
+        "auto", description="Ranks on this machine; `--gpus N` sets it."
+    )
+    strategy: Literal["auto", "ddp"] = Field("auto", description="How the work is split.")
+    backend: Literal["auto", "nccl", "gloo"] = Field(
+        "auto", description="nccl for GPUs, gloo for CPUs."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="DDP searches for parameters that took no part in the loss. Costs time."
+    )
+    sync_batchnorm: bool = Field(
+        True,
+        description="Where the model has batch normalisation, share its statistics among ranks.",
+    )
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="DDP's gradient bucket, in MB."
+    )
+    timeout_s: Annotated[float, Field(gt=0)] = Field(
+        600.0,
+        description="The longest any rank waits for another before the run ends with a reason.",
+    )
+    max_restarts: Count = Field(
+        3,
+        description="How often a run whose rank was killed starts again from its last checkpoint.",
+    )
+
+
+class Checkpoint(Section):
+    every_steps: Positive | None = Field(500, description="`null`: only at the end.")
+    keep: Positive = Field(3, description="Newest complete checkpoints kept.")
+    resume: str = Field(
+        "auto",
+        description="`auto`: the newest complete checkpoint of this run; `never`; or a checkpoint or run "
+        "folder to start from.",
+    )
+    asynchronous: bool = Field(True, description="Write in the background while training goes on.")
+
+
+class Evaluation(Section):
+    every_steps: Positive | None = Field(
+        500, description="Score the validation data; `null`: never."
+    )
+    batch_size: Positive = Field(32, description="Clips per rank and evaluation batch.")
+    decoder: Literal["greedy", "beam"] = Field(
+        "greedy", description="`beam` is CTC prefix-beam search."
+    )
+    beam_width: Positive = Field(16, description="Prefixes kept by the beam.")
+    ngram: str | None = Field(None, description="An ARPA language model for the beam.")
+    ngram_weight: Annotated[float, Field(ge=0)] = Field(
+        0.5, description="Its weight beside the acoustics."
+    )
+    final: bool = Field(
+        True, description="Score the test data (else validation) when training ends."
+    )
+
+    @model_validator(mode="after")
+    def _beam_for_ngram(self) -> Evaluation:
+        if self.ngram is not None and self.decoder != "beam":
+            raise ValueError("ngram needs the beam: set evaluation.decoder=beam")
+        return self
+
+
+class Logging(Section):
+    dir: str = Field("runs", description="Where run directories are made.")
+    tensorboard: bool = Field(True, description="Also write TensorBoard events.")
+    every_steps: Positive = Field(10, description="How often buffered metrics are written out.")
+
+
+class Recipe(Section):
+    """Everything a run needs to be repeated, apart from the data itself."""
+
+    name: str = Field(
+        "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run directory."
+    )
+    description: str = Field("", description="One line for `muster recipe list`.")
+    task: Literal["speech-ctc"] = Field("speech-ctc", description="The workload.")
+    model: Model = Field(default_factory=lambda: Model())
+    data: Data = Field(default_factory=lambda: Data())
+    training: Training
+    distributed: Distributed = Field(default_factory=lambda: Distributed())
+    checkpoint: Checkpoint = Field(default_factory=lambda: Checkpoint())
+    evaluation: Evaluation = Field(default_factory=lambda: Evaluation())
+    logging: Logging = Field(default_factory=lambda: Logging())
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+        42, description="Weights, order and augmentation follow it."
+    )
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(mode="json")

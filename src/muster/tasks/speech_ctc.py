@@ -1,0 +1,198 @@
+"""Speech recognition with connectionist temporal classification."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster import models
+from muster.data import corpus
+from muster.data.corpus import Split
+from muster.data.features import Augmentation, LogMel, apply_masks, draw
+from muster.data.loader import Batch
+from muster.data.speech import SpeechLimits, SpeechSample, SpeechSource, check_characters
+from muster.data.text import Vocabulary, build_vocabulary
+from muster.errors import RecipeError
+from muster.evaluate.ctc_decode import greedy, prefix_beam
+from muster.evaluate.error_rates import EditCounts, count
+from muster.evaluate.ngram import read_arpa
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Counts, Example, Score
+
+
+class SpeechCTC:
+    """Log-mel on the device, an acoustic model, CTC over characters or subwords."""
+
+    def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
+        self.recipe = recipe
+        self.logmel = LogMel(recipe.data.sample_rate, recipe.data.mels, recipe.data.normalize)
+        self._sources: dict[Split, SpeechSource | None] = {}
+        if assets is not None:
+            self.vocabulary = Vocabulary.from_json(assets["vocabulary"])
+        else:
+            wanted = recipe.data.tokenizer
+            texts = self._read("train").texts if wanted.kind == "subwords" else []
+            self.vocabulary = build_vocabulary(
+                wanted.kind, wanted.characters, wanted.vocabulary_size, texts
+            )
+        self.assets = {"vocabulary": self.vocabulary.to_json()}
+        self._ngram = read_arpa(recipe.evaluation.ngram) if recipe.evaluation.ngram else None
+
+    def build_model(self) -> nn.Module:
+        wanted = self.recipe.model
+        try:
+            return models.build(
+                wanted.preset,
+                vocab=self.vocabulary.size,
+                mels=self.recipe.data.mels,
+                norm=wanted.norm,
+                dropout=wanted.dropout,
+            )
+        except ValueError as error:
+            raise RecipeError(f"model: {error}") from None
+
+    def source(self, split: Split) -> SpeechSource | None:
+        if split not in self._sources:
+            self._sources[split] = (
+                self._usable(self._read(split), split) if self._files(split) else None
+            )
+        return self._sources[split]
+
+    def collate(self, samples: Sequence[SpeechSample], epoch: int | None) -> Batch:
+        lengths = [len(s.samples) for s in samples]
+        waves = np.zeros((len(samples), max(lengths)), dtype=np.float32)
+        for row, sample in zip(waves, samples, strict=True):
+            row[: len(sample.samples)] = sample.samples
+        targets = [self._encode(s.text) for s in samples]
+        tensors = {
+            "samples": torch.from_numpy(waves),
+            "lengths": torch.tensor(lengths),
+            "targets": torch.tensor([t for target in targets for t in target], dtype=torch.long),
+            "target_lengths": torch.tensor([len(target) for target in targets]),
+        }
+        if epoch is not None and self.recipe.data.spec_augment is not None:
+            tensors |= self._augmentation(samples, epoch)
+        return Batch(
+            ids=[s.id for s in samples],
+            tensors=tensors,
+            units=sum(len(target) for target in targets),
+            filled=sum(lengths),
+            cells=waves.size,
+            amounts={"audio_s": sum(lengths) / self.recipe.data.sample_rate},
+        )
+
+    def prepare(self, batch: Batch) -> Batch:
+        self.logmel.to(batch["samples"].device)
+        warp = batch.tensors.get("warp")
+        features, frames = self.logmel(batch["samples"], batch["lengths"], warp)
+        if "bands" in batch.tensors:
+            features = apply_masks(features, frames, batch["bands"], batch["stretches"])
+        return batch.adding(features=features, frames=frames)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        logits, lengths = model(batch["features"], batch["frames"])
+        log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
+        return F.ctc_loss(
+            log_probs, batch["targets"], lengths, batch["target_lengths"], reduction="sum"
+        )
+
+    def score(self, model: nn.Module, batch: Batch) -> Score:
+        logits, lengths = model(batch["features"], batch["frames"])
+        hypotheses = self.decode(logits, lengths)
+        spans = batch["target_lengths"].cumsum(0).tolist()
+        targets, total, examples, start = batch["targets"].tolist(), EditCounts(), [], 0
+        for sample_id, end, hypothesis in zip(batch.ids, spans, hypotheses, strict=True):
+            reference = self.vocabulary.decode(targets[start:end])
+            counts = count(reference, hypothesis)
+            examples.append(Example(sample_id, reference, hypothesis, counts.word_edits))
+            total, start = total + counts, end
+        return Score(asdict(total), examples)
+
+    def summarise(self, counts: Counts) -> dict[str, float]:
+        total = EditCounts(**{name: int(value) for name, value in counts.items()})
+        return {"wer": total.wer, "cer": total.cer, **counts}
+
+    def decode(self, logits: Tensor, lengths: Tensor) -> list[str]:
+        """Logits `[batch, time, vocab]` to text, the way `evaluation.decoder` says."""
+        options = self.recipe.evaluation
+        if options.decoder == "greedy":
+            return [self.vocabulary.decode(ids) for ids in greedy(logits, lengths)]
+        log_probs = F.log_softmax(logits.float(), dim=-1).cpu()
+        found = []
+        for row, length in zip(log_probs, lengths.tolist(), strict=True):
+            best = prefix_beam(
+                row[:length],
+                options.beam_width,
+                pieces=self.vocabulary.pieces,
+                lm=self._ngram,
+                lm_weight=options.ngram_weight,
+            )
+            found.append(self.vocabulary.decode(best[0][0]))
+        return found
+
+    def _files(self, split: Split) -> list[Path]:
+        data = self.recipe.data
+        named = {"train": data.train, "validation": data.validation, "test": data.test}[split]
+        if named is None:
+            return corpus.sibling_split(data.train, split)
+        limit = data.max_parquet_files if split == "train" else None
+        return corpus.files(named, f"data.{split}", split, limit)
+
+    def _read(self, split: Split) -> SpeechSource:
+        data = self.recipe.data
+        limits = SpeechLimits(
+            data.sample_rate,
+            data.min_seconds,
+            data.max_seconds,
+            data.max_bad_fraction,
+            data.lowercase,
+            int(data.cache_gib * 2**30),
+        )
+        return SpeechSource(self._files(split), limits, data.audio_column, data.text_column)
+
+    def _usable(self, source: SpeechSource, split: Split) -> SpeechSource:
+        """Every transcript can be spelled and, for training, fits into its clip's frames."""
+        check_characters(source, self.vocabulary, self.recipe.data.unknown_characters == "drop")
+        if split == "train":
+            model_frames = self._frames_per_clip(source)
+            needed = [_ctc_frames(self._encode(text)) for text in source.texts]
+            fits = [0 < want <= have for want, have in zip(needed, model_frames, strict=True)]
+            source.keep(
+                fits, "the transcript has more symbols than the model has frames for the clip"
+            )
+        return source
+
+    def _frames_per_clip(self, source: SpeechSource) -> list[int]:
+        samples = torch.from_numpy(np.round(source.lengths * self.recipe.data.sample_rate)).long()
+        with torch.device("meta"):
+            model = self.build_model()
+        return model.output_lengths(self.logmel.frames(samples)).tolist()  # type: ignore[operator]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.vocabulary.encode(text, drop=self.recipe.data.unknown_characters == "drop")
+
+    def _augmentation(self, samples: Sequence[SpeechSample], epoch: int) -> dict[str, Tensor]:
+        assert self.recipe.data.spec_augment is not None
+        options = Augmentation(**self.recipe.data.spec_augment.model_dump())
+        keys = [(self.recipe.seed, epoch, sample.id) for sample in samples]
+        bands, stretches, warp = zip(
+            *(draw(key, self.recipe.data.mels, options) for key in keys), strict=True
+        )
+        return {
+            "bands": torch.from_numpy(np.stack(bands)),
+            "stretches": torch.from_numpy(np.stack(stretches)),
+            "warp": torch.tensor(warp),
+        }
+
+
+def _ctc_frames(target: list[int]) -> int:
+    """Frames CTC needs: one per symbol and one blank between equal neighbours."""
+    return len(target) + sum(a == b for a, b in itertools.pairwise(target))

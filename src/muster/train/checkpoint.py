@@ -1,0 +1,325 @@
+"""Checkpoints that are whole or do not count, and load under any layout.
+
+A checkpoint is a new folder `step-<n>`. Ranks write their shards into it with
+torch.distributed.checkpoint, in the background; each then hashes what it wrote; last of all rank 0
+writes `manifest.json` with the size and checksum of every file. A folder without a manifest, or
+with a file that does not match it, is passed over. Nothing is ever written into a folder twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_leaves
+
+from muster.errors import CheckpointError
+from muster.parallel.engine import Engine
+from muster.parallel.mesh import Mesh
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["trainer"]["step"])
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Every `step-<n>` folder, newest first, complete or not."""
+    found = [p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, with every file present at its size. Checksums are `verify`'s part."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is incomplete: it has no {MANIFEST}, so its save was cut short"
+        ) from None
+    except ValueError:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {FORMAT}"
+        )
+    for name, about in manifest["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != about["bytes"]:
+            has = "is missing" if size is None else f"has {size} bytes, expected {about['bytes']}"
+            raise CheckpointError(f"{folder}: {name} {has}")
+    return dict(manifest)
+
+
+def verify(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
+    """Check the checksums of every `parts`-th file, so that ranks share the reading."""
+    for name in sorted(manifest["files"])[part::parts]:
+        if digest(folder / name) != manifest["files"][name]["sha256"]:
+            raise CheckpointError(f"{folder}: {name} does not match its checksum")
+
+
+def open_checkpoint(path: Path) -> Saved:
+    """A checkpoint for reading outside of training: a `step-<n>` folder, or a run's newest."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    problems = []
+    for folder in step_folders(path) or [path]:
+        try:
+            manifest = read_manifest(folder)
+            verify(folder, manifest)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return Saved(folder, manifest)
+    raise CheckpointError(f"no complete checkpoint in {path}: {'; '.join(problems)}")
+
+
+def load_model(saved: Saved, model: torch.nn.Module) -> None:
+    """Only the weights, in one process, whatever layout wrote them."""
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=saved.path, no_dist=True)
+    model.load_state_dict(state["model"])
+
+
+class Checkpoints:
+    """One run's checkpoints."""
+
+    def __init__(
+        self,
+        root: Path,
+        mesh: Mesh,
+        recipe: dict[str, Any],
+        assets: dict[str, Any],
+        *,
+        keep: int,
+        asynchronous: bool,
+    ) -> None:
+        self.root, self.mesh, self.recipe, self.assets = root, mesh, recipe, assets
+        self.keep, self.asynchronous = keep, asynchronous
+        self.last_saved: int | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def newest(self, root: Path | None = None) -> tuple[Saved | None, list[str]]:
+        """The newest complete checkpoint and, in words, those passed over. The same on all ranks."""
+        passed: list[str] = []
+        for folder in step_folders(root or self.root):
+            problem = None
+            try:
+                manifest = read_manifest(folder)
+                verify(folder, manifest, self.mesh.rank, self.mesh.world)
+            except (CheckpointError, OSError) as error:
+                problem = str(error)
+            problems = [p for p in self.mesh.gather(problem) if p]
+            if not problems:
+                return Saved(folder, manifest), passed
+            passed.append(problems[0])
+        return None, passed
+
+    def load(self, saved: Saved, engine: Engine) -> dict[str, Any]:
+        """Weights and optimizer into `engine`; returns the trainer's own small state."""
+        state = engine.state()
+        dcp.load(state, checkpoint_id=saved.path)
+        engine.load_state(state)
+        return dict(saved.manifest["trainer"])
+
+    def save(self, step: int, engine: Engine, trainer: dict[str, Any]) -> float:
+        """Start saving after `step` steps; returns the seconds that training stood still for it."""
+        begin = time.perf_counter()
+        self.wait()
+        folder = self.root / f"step-{step}"
+        state = engine.state()
+        self._check_space(state)
+        if self.mesh.first:
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left behind
+            folder.mkdir(parents=True)
+        self.mesh.barrier()
+        response = dcp.async_save(
+            state,
+            checkpoint_id=folder,
+            process_group=self.mesh.background,
+            async_stager=DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=self.mesh.device.type == "cuda",
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=self.mesh.device.type == "cuda",
+                )
+            ),
+        )
+        self._thread = threading.Thread(
+            target=self._complete,
+            args=(response, folder, {"step": step, **trainer}),
+            name="checkpoint",
+        )
+        self._thread.start()
+        if not self.asynchronous:
+            self.wait()
+        return time.perf_counter() - begin
+
+    def check(self) -> None:
+        """Raise what a save in the background ran into."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def wait(self) -> None:
+        """Until the save in the background is complete."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _check_space(self, state: dict[str, Any]) -> None:
+        needed = sum(
+            t.numel() * t.element_size() for t in tree_leaves(state) if isinstance(t, torch.Tensor)
+        )
+        self.root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.root).free
+        if needed > free:
+            raise CheckpointError(
+                f"no room for a checkpoint in {self.root}: it takes about {needed / 2**20:.1f} MiB and "
+                f"{free / 2**20:.1f} MiB are free; {self._last()}; free some space or set logging.dir elsewhere"
+            )
+
+    def _last(self) -> str:
+        return (
+            f"the newest complete one is step {self.last_saved}"
+            if self.last_saved
+            else "none is complete yet"
+        )
+
+    def _complete(self, response: Any, folder: Path, trainer: dict[str, Any]) -> None:
+        """In the background: shards, then hashes, then, on rank 0, the manifest and the pruning."""
+        try:
+            getattr(response, "upload_completion", response).result()
+            mine = {p.name: _about(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
+            told: list[Any] = [mine] * self.mesh.world
+            if self.mesh.world > 1:
+                dist.all_gather_object(told, mine, group=self.mesh.background)
+            if self.mesh.first:
+                self._write_manifest(
+                    folder, {k: v for files in told for k, v in files.items()}, trainer
+                )
+                self._prune()
+            self.last_saved = trainer["step"]
+        except BaseException as error:
+            self._error = self._explain(error, folder)
+
+    def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
+        for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
+            (folder / name).write_text(json.dumps(document))
+            files[name] = _about(folder / name)
+        files[".metadata"] = _about(folder / ".metadata")
+        manifest = {
+            "format": FORMAT,
+            "trainer": trainer,
+            "world": self.mesh.world,
+            "time": time.time(),
+            "files": files,
+        }
+        temporary = folder / f".{MANIFEST}"
+        with temporary.open("w") as file:
+            json.dump(manifest, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / MANIFEST)
+
+    def _prune(self) -> None:
+        """Keep the newest `keep` complete checkpoints. Manifests go first: half-deleted is incomplete."""
+        complete = [f for f in step_folders(self.root) if (f / MANIFEST).is_file()]
+        for folder in complete[self.keep :]:
+            (folder / MANIFEST).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _explain(self, error: BaseException, folder: Path) -> CheckpointError:
+        if self.mesh.first:
+            shutil.rmtree(folder, ignore_errors=True)
+        words = str(error)
+        failures = getattr(
+            error, "failures", None
+        )  # torch's CheckpointException: {rank: (error, trace)}
+        if failures:
+            rank, (cause, _) = next(iter(failures.items()))
+            words = f"rank {rank}: {cause}"
+        return CheckpointError(
+            f"the checkpoint {folder.name} could not be written to {self.root} ({words}); {self._last()}; "
+            "nothing of it was kept"
+        )
+
+
+def _about(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
+
+
+MUST_MATCH = (
+    "task",
+    "seed",
+    "model.preset",
+    "model.norm",
+    "data.train",
+    "data.max_parquet_files",
+    "data.sample_rate",
+    "data.mels",
+    "data.normalize",
+    "data.spec_augment",
+    "data.tokenizer",
+    "data.lowercase",
+    "data.unknown_characters",
+    "data.min_seconds",
+    "data.max_seconds",
+    "data.pool_batches",
+    "training.global_batch_size",
+)
+
+
+def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
+    """A checkpoint continues only the maths it was made with; where it runs is free to change."""
+    theirs = json.loads((saved.path / "recipe.json").read_text())
+    for key in MUST_MATCH:
+        before, now = _get(theirs, key), _get(recipe, key)
+        if before != now:
+            raise CheckpointError(
+                f"{saved.path} was trained with {key}={before!r}, but this recipe has {key}={now!r}; "
+                "use the same value, or start afresh with checkpoint.resume=never"
+            )
+
+
+def _get(document: dict[str, Any], key: str) -> Any:
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

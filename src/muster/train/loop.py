@@ -1,0 +1,197 @@
+"""The training loop: one clock of optimizer steps, the same maths on any layout."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from muster.data.loader import Batch, Loader
+from muster.errors import DataError
+from muster.observe.observer import Observer, StepRecord
+from muster.parallel.engine import Engine
+from muster.parallel.mesh import Mesh
+from muster.parallel.timing import Moment
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Task
+from muster.train.checkpoint import Checkpoints
+from muster.train.evaluate import evaluate
+from muster.train.optimizer import learning_rate, seed_step
+from muster.train.precision import LossScale, autocast
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Job:
+    """Everything one rank needs to train."""
+
+    recipe: Recipe
+    task: Task
+    engine: Engine
+    mesh: Mesh
+    loader: Loader
+    checkpoints: Checkpoints
+    observer: Observer
+    precision: str
+    steps: int
+    start: int = 0  # completed steps; also the place in the data
+    bad_steps: int = 0  # in a row
+    scale: LossScale = field(default_factory=LossScale)
+
+
+def train(job: Job) -> int:
+    """From `job.start` to `job.steps` optimizer steps, or until asked to stop. Returns steps done."""
+    job.engine.module.train()
+    done = job.start
+    batches = job.loader.steps(job.start, job.steps)
+    for step in range(job.start, job.steps):
+        stopping = _step(job, step, batches)
+        done = step + 1
+        last = done == job.steps or stopping
+        if _due(done, job.recipe.evaluation.every_steps) and not last:
+            _score(job, done)
+        if _due(done, job.recipe.checkpoint.every_steps) or last:
+            _save(job, done)
+        if last:
+            break
+    batches.close()  # type: ignore[attr-defined]
+    job.observer.flush(job.mesh)
+    job.checkpoints.wait()
+    return done
+
+
+def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
+    """One optimizer step over one global batch. True when someone asked the run to stop."""
+    recipe, mesh, engine = job.recipe, job.mesh, job.engine
+    begin = time.perf_counter()
+    micro_batches = next(batches)
+    data_wait = time.perf_counter() - begin
+
+    seed_step(recipe.seed, step, mesh.rank)
+    (units,) = mesh.sum(sum(batch.units for batch in micro_batches))
+    agreed = time.perf_counter()
+    started = Moment(mesh.device)
+    losses = _accumulate(job, micro_batches, units)
+    synced = Moment(mesh.device)
+    grad_norm = engine.clip_(recipe.training.max_grad_norm, job.scale.value)
+    local = float(sum(losses))
+    waiting = time.perf_counter()
+    amounts = _amounts(micro_batches)
+    total, stop, samples, *sums = mesh.sum(
+        local,
+        job.observer.stop_requested(),
+        sum(len(b.ids) for b in micro_batches),
+        *amounts.values(),
+    )
+    answered = time.perf_counter()
+    loss = total / units
+
+    lr = learning_rate(recipe.training, step, job.steps)
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    if finite:
+        engine.step(lr)
+    engine.zero_grad()
+    _judge(job, step, finite, micro_batches, losses)
+    ended = Moment(mesh.device)
+
+    ready = engine.ready() or synced
+    exposed = max(0.0, ready.until(synced))
+    skew = (agreed - begin - data_wait) + (answered - waiting)
+    job.observer.step(
+        StepRecord(
+            step=step + 1,
+            epoch=job.loader.plan.epoch_of(step),
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            samples=int(samples),
+            step_time_s=time.perf_counter() - begin,
+            data_wait_s=data_wait,
+            comm_wait_s=exposed + skew,
+            compute_s=max(0.0, started.until(ended) - exposed - (answered - waiting)),
+            filled=sum(b.filled for b in micro_batches),
+            cells=sum(b.cells for b in micro_batches),
+            amounts=dict(zip(amounts, sums, strict=True)),
+            skipped=not finite,
+        ),
+        mesh,
+    )
+    job.checkpoints.check()
+    return stop > 0
+
+
+def _accumulate(job: Job, micro_batches: Sequence[Batch], units: float) -> list[Tensor]:
+    """Forward and backward of every micro-batch; gradients travel with the last. Returns the losses."""
+    losses = []
+    for i, batch in enumerate(micro_batches):
+        with job.engine.micro_step(last=i == len(micro_batches) - 1):
+            prepared = job.task.prepare(batch.to(job.mesh.device))
+            with autocast(job.precision, job.mesh.device):
+                loss = job.task.loss(job.engine.module, prepared)
+            job.engine.backward(loss * (job.scale.value / units))
+        losses.append(loss.detach())
+    return losses
+
+
+def _judge(
+    job: Job, step: int, finite: bool, batches: Sequence[Batch], losses: Sequence[Tensor]
+) -> None:
+    """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
+    overflow = job.scale.update(finite)
+    if finite:
+        job.bad_steps = 0
+        return
+    if overflow:
+        log.info("step %d: float16 overflow; the loss scale is now %g", step + 1, job.scale.value)
+        return
+    job.bad_steps += 1
+    suspects = [
+        i for b, loss in zip(batches, losses, strict=True) if not math.isfinite(loss) for i in b.ids
+    ]
+    rows = [i for ids in job.mesh.gather(suspects) for i in ids]
+    if not rows:  # finite losses, but a gradient is not
+        rows = job.loader.plan.batch(step).tolist()
+    names = ", ".join(job.loader.source.name(i) for i in rows[:16]) + (
+        " …" if len(rows) > 16 else ""
+    )
+    log.warning(
+        "step %d skipped: non-finite loss or gradient; the micro-batch held %s", step + 1, names
+    )
+    if job.bad_steps >= job.recipe.training.max_bad_steps:
+        raise DataError(
+            f"the loss or gradient was not finite in {job.bad_steps} steps in a row, last at step {step + 1} "
+            f"with {names}; look at those rows, lower training.lr, or raise training.max_bad_steps"
+        )
+
+
+def _score(job: Job, done: int) -> None:
+    result = evaluate(
+        job.task,
+        job.engine.bare,
+        "validation",
+        job.mesh,
+        job.recipe.evaluation.batch_size,
+        lambda: autocast(job.precision, job.mesh.device),
+    )
+    if result is not None:
+        job.observer.evaluation(done, result.split, result.scores)
+
+
+def _save(job: Job, done: int) -> None:
+    trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
+    stall = job.checkpoints.save(done, job.engine, trainer)
+    job.observer.event("checkpoint", step=done, stall_s=stall)
+
+
+def _due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+def _amounts(batches: Sequence[Batch]) -> dict[str, float]:
+    names = {name for batch in batches for name in batch.amounts}
+    return {name: sum(batch.amounts.get(name, 0.0) for batch in batches) for name in sorted(names)}

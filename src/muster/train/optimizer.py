@@ -1,0 +1,58 @@
+"""AdamW, and a learning rate that is a function of the optimizer step alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from muster.recipe.schema import Training
+
+
+def make_optimizer(training: Training, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
+    """Weight decay on matrices only: biases, norms and other vectors are left alone."""
+    trainable = [p for _, p in named if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() >= 2]
+    vectors = [p for p in trainable if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": training.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=peak_lr(training),
+        betas=training.betas,
+        eps=training.eps,
+        fused=all(p.device.type in ("cuda", "cpu") for p in trainable),
+    )
+
+
+def peak_lr(training: Training) -> float:
+    """`lr` scaled by how far the global batch is from the batch it was chosen for."""
+    if training.lr_scaling == "none" or training.reference_batch_size is None:
+        return training.lr
+    ratio = training.global_batch_size / training.reference_batch_size
+    return training.lr * (ratio if training.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def learning_rate(training: Training, step: int, steps: int) -> float:
+    """The rate for optimizer step `step` (from 0) of `steps`: warm-up, then the schedule."""
+    peak = peak_lr(training)
+    if step < training.warmup_steps:
+        return peak * (step + 1) / training.warmup_steps
+    past = (step - training.warmup_steps) / max(1, steps - training.warmup_steps)
+    past = min(past, 1.0)
+    shape = {
+        "constant": 1.0,
+        "linear": 1.0 - past,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * past)),
+    }[training.schedule]
+    return peak * (training.final_lr_ratio + (1.0 - training.final_lr_ratio) * shape)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Dropout's randomness follows (seed, step, rank), so a checkpoint needs no random state."""
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + rank)

@@ -1,0 +1,384 @@
+"""One rank's life: join the others, build, train, score, leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from muster import __version__, runs
+from muster.data.batches import BatchPlan
+from muster.data.corpus import Split
+from muster.data.loader import Loader
+from muster.errors import DataError, MusterError
+from muster.hardware import inventory
+from muster.launch import cluster
+from muster.launch.cluster import Place
+from muster.launch.spawn import spawn
+from muster.observe.console import follow, results_table
+from muster.observe.logs import log_to_file, set_up
+from muster.observe.observer import Observer
+from muster.observe.results import read_lines, summarise_metrics, write_json
+from muster.parallel import mesh as meshes
+from muster.parallel.apply import apply
+from muster.parallel.layout import layout_for
+from muster.parallel.mesh import Mesh
+from muster.plan.batch import BatchSizes, solve
+from muster.recipe.describe import to_yaml
+from muster.recipe.load import from_resolved, load
+from muster.recipe.schema import Recipe
+from muster.tasks import build_task
+from muster.tasks.base import Task
+from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint, refuse_other_recipe
+from muster.train.evaluate import evaluate
+from muster.train.loop import Job, train
+from muster.train.optimizer import make_optimizer
+from muster.train.precision import LossScale, autocast, resolve_precision
+
+log = logging.getLogger(__name__)
+
+
+def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[str, Any]:
+    """Train as one rank of `place.world` in the run directory that rank 0 names.
+
+    Rank 0 gets the results, the others an empty dictionary.
+    """
+    layout = layout_for(recipe.distributed.strategy, place.world)
+    layout.check_world(place.world)
+    options = recipe.distributed
+    mesh = meshes.join(place.rank, place.local_rank, layout, options.backend, options.timeout_s)
+    run = _shared(run, mesh)
+    log.info(
+        "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
+        place.rank,
+        place.world,
+        place.local_rank,
+    )
+    job = prepare(recipe, mesh, run)
+    done = train(job)
+    split, scores, worst = _final_scores(job)
+    results = {}
+    if mesh.first:
+        if scores:
+            job.observer.evaluation(done, split, scores)
+        results = _results(job, run, done)
+        results |= {
+            "scored": split,
+            "scores": scores,
+            "worst": [vars(example) for example in worst],
+        }
+        write_json(run.path / "training_results.json", results)
+        run.update(state=results["status"], ended=time.time(), exit_code=0)
+    job.observer.close()
+    meshes.leave()
+    return results
+
+
+def _shared(run: runs.Run | None, mesh: Mesh) -> runs.Run:
+    """Rank 0's run directory, on every rank."""
+    path: list[Any] = [str(run.path.resolve()) if run else None]
+    if mesh.world > 1:
+        dist.broadcast_object_list(path)
+    return runs.Run(Path(path[0]))
+
+
+def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
+    """Everything built, the newest checkpoint loaded, ready for the first step."""
+    sizes = solve(recipe.training, mesh.layout.data_ranks)
+    precision = resolve_precision(recipe.training.precision, mesh.device)
+    task, source = _open_data(recipe, mesh)
+    plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
+    steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
+    loader = Loader(
+        source,
+        plan,
+        task.collate,
+        rank=mesh.data_rank,
+        ranks=mesh.layout.data_ranks,
+        accumulation=sizes.accumulation,
+        workers=_data_workers(recipe, mesh),
+        prefetch=recipe.data.prefetch,
+        pin=mesh.device.type == "cuda",
+    )
+    torch.manual_seed(recipe.seed)
+    engine = apply(
+        task.build_model(),
+        mesh,
+        recipe.distributed,
+        lambda named: make_optimizer(recipe.training, named),
+    )
+    checkpoints = Checkpoints(
+        run.path / "checkpoints",
+        mesh,
+        recipe.as_dict(),
+        task.assets,
+        keep=recipe.checkpoint.keep,
+        asynchronous=recipe.checkpoint.asynchronous,
+    )
+    saved, passed_over = _resume_from(recipe, checkpoints)
+    trainer: dict[str, Any] = checkpoints.load(saved, engine) if saved else {"step": 0}
+    observer = Observer(
+        run.path,
+        mesh.rank,
+        every_steps=recipe.logging.every_steps,
+        tensorboard=recipe.logging.tensorboard,
+        start=trainer["step"],
+    )
+    parameters = sum(p.numel() for p in engine.bare.parameters())
+    _describe(run, mesh, sizes, plan, steps, precision, parameters)
+    if saved or passed_over:
+        observer.event(
+            "resumed", step=trainer["step"], path=str(saved and saved.path), passed_over=passed_over
+        )
+    scale = LossScale.for_precision(precision)
+    scale.load(trainer.get("scale", {}))
+    observer.event("started", step=trainer["step"], steps=steps, world=mesh.world)
+    return Job(
+        recipe,
+        task,
+        engine,
+        mesh,
+        loader,
+        checkpoints,
+        observer,
+        precision,
+        steps,
+        start=trainer["step"],
+        bad_steps=trainer.get("bad_steps", 0),
+        scale=scale,
+    )
+
+
+def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Any]:
+    """Rank 0 of each machine looks first and leaves the index of durations for the others."""
+    task: Task | None = None
+    if mesh.local_rank == 0:
+        task = _look(recipe)
+    mesh.barrier()
+    task = task or _look(recipe)
+    source = task.source("train")
+    if source is None:
+        raise DataError(f"data.train: {recipe.data.train} has no training data")
+    return task, source
+
+
+def _look(recipe: Recipe) -> Task:
+    task = build_task(recipe)
+    for split in ("train", "validation", "test"):
+        task.source(split)
+    return task
+
+
+def _data_workers(recipe: Recipe, mesh: Mesh) -> int:
+    if recipe.data.workers != "auto":
+        return recipe.data.workers
+    cores = len(os.sched_getaffinity(0))
+    return (
+        min(8, max(1, cores // max(1, torch.cuda.device_count()) - 1))
+        if mesh.device.type == "cuda"
+        else 1
+    )
+
+
+def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None, list[str]]:
+    """This run's own newest checkpoint; in a new run, the one the recipe names, if any."""
+    asked = recipe.checkpoint.resume
+    saved, passed_over = checkpoints.newest()
+    if saved is None and asked not in ("auto", "never"):
+        saved = open_checkpoint(Path(asked))
+    if saved is not None:
+        refuse_other_recipe(saved, recipe.as_dict())
+        log.info("resuming at step %d from %s", saved.step, saved.path)
+    for words in passed_over:
+        log.warning("passed over: %s", words)
+    return saved, passed_over
+
+
+def _describe(
+    run: runs.Run,
+    mesh: Mesh,
+    sizes: BatchSizes,
+    plan: BatchPlan,
+    steps: int,
+    precision: str,
+    parameters: int,
+) -> None:
+    """plan.json and environment.json: what was planned, what was found."""
+    devices = mesh.gather(_device_name(mesh))
+    if not mesh.first:
+        return
+    write_json(
+        run.path / "plan.json",
+        {
+            "strategy": "ddp" if mesh.world > 1 else "single",
+            "layout": vars(mesh.layout),
+            "global_batch_size": sizes.global_batch,
+            "per_device_batch_size": sizes.per_device,
+            "gradient_accumulation_steps": sizes.accumulation,
+            "data_ranks": sizes.data_ranks,
+            "steps": steps,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "samples": len(plan.lengths),
+            "parameters": parameters,
+            "precision": precision,
+        },
+    )
+    write_json(
+        run.path / "environment.json",
+        {
+            "muster": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "devices": devices,
+            "threads_per_rank": torch.get_num_threads(),
+            "variables": {
+                k: v
+                for k, v in sorted(os.environ.items())
+                if k.startswith(("NCCL_", "CUDA_", "OMP_", "GLOO_", "TORCH_"))
+            },
+        },
+    )
+
+
+def _device_name(mesh: Mesh) -> str:
+    if mesh.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(mesh.device)} ({mesh.device})"
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def _final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
+    """The test data if there is any, else validation. Every rank takes its share."""
+    if not job.recipe.evaluation.final:
+        return "", {}, []
+    splits: tuple[Split, ...] = ("test", "validation")
+    for split in splits:
+        result = evaluate(
+            job.task,
+            job.engine.bare,
+            split,
+            job.mesh,
+            job.recipe.evaluation.batch_size,
+            lambda: autocast(job.precision, job.mesh.device),
+        )
+        if result is not None:
+            return split, result.scores, result.worst
+    return "", {}, []
+
+
+def _results(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+    """The run on one page, but for its scores."""
+    planned = json.loads((run.path / "plan.json").read_text())
+    environment = json.loads((run.path / "environment.json").read_text())
+    return {
+        "status": "finished" if done == job.steps else "stopped",
+        "total_time_s": time.time() - run.info()["created"],
+        "world_size": job.mesh.world,
+        "devices": environment["devices"],
+        "strategy": planned["strategy"],
+        "global_batch_size": planned["global_batch_size"],
+        **summarise_metrics(read_lines(run.path / "metrics.jsonl")),
+        "balance": job.observer.balance.summary(),
+        "planned": planned,
+        "checkpoint": str(job.checkpoints.root / f"step-{done}"),
+    }
+
+
+def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
+    """This rank's own account of its end, for the supervisor to tell."""
+    expected = isinstance(error, MusterError)
+    log.error("%s", error if expected else traceback.format_exc())
+    write_json(
+        folder / "ranks" / f"{rank}.error.json",
+        {
+            "rank": rank,
+            "time": time.time(),
+            "expected": expected,
+            "kind": type(error).__name__,
+            "message": str(error),
+        },
+    )
+
+
+def train_here(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Train as whichever rank this process is: started by torchrun, or alone by plain python.
+
+    Rank 0 shows the run in the terminal by reading its files, as `muster watch` does.
+    """
+    place = cluster.detect(os.environ)
+    set_up(f"Rank {place.rank}")
+    try:
+        loaded = load(recipe, overrides)
+        if place.rank > 0:
+            return run_rank(loaded, place)
+        run = runs.create(Path(loaded.logging.dir), loaded.name, {"recipe.yaml": to_yaml(loaded)})
+        run.own()
+        run.update(state="running", ranks=place.world)
+        with _watched(run):
+            return run_rank(loaded, place, run)
+    except MusterError as error:
+        log.error("%s", error)
+        os._exit(2)  # other ranks may sit in a collective; torchrun ends them
+
+
+@contextmanager
+def _watched(run: runs.Run) -> Iterator[None]:
+    """Show a run that this very process is part of."""
+    console, ended = Console(), threading.Event()
+
+    def state() -> str:
+        return "ended" if ended.is_set() else "running"
+
+    watcher = threading.Thread(target=follow, args=(run.path, state, console), daemon=True)
+    watcher.start()
+    try:
+        yield
+    except BaseException as error:
+        _leave_word(run.path, 0, error)
+        run.update(state="failed", ended=time.time(), exit_code=1)
+        raise
+    finally:
+        ended.set()
+        watcher.join(5)
+    if results := run.results():
+        console.print(results_table(results, str(run.path)))
+
+
+def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:
+    """Train on every device of this machine, ranks started by torch.multiprocessing."""
+    found = inventory.detect()
+    wanted = load(recipe, overrides).distributed.devices
+    ranks = wanted if isinstance(wanted, int) else len(found.gpus) or found.cpus
+    spawn(train_here, (recipe, tuple(overrides)), ranks)
+
+
+def main(folder: str) -> None:
+    """A worker process's whole life. It leaves without tearing anything down: all that matters is
+    on disk by then, other ranks may still sit in a collective, and destructors can wait for them."""
+    run, place, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
+    log_to_file(run.path, place.rank)
+    try:
+        run_rank(from_resolved(run.path / "recipe.yaml"), place, run)
+    except BaseException as error:
+        _leave_word(run.path, place.rank, error)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

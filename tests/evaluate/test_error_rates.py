@@ -1,0 +1,83 @@
+"""Error rates are counts that add, whoever counted."""
+
+import pytest
+import torch
+
+from muster.evaluate.error_rates import EditCounts, count, count_all, worst
+
+PAIRS = [
+    ("one two three", "one too three"),
+    ("four", "four"),
+    ("five six", "five"),
+    ("seven", "seven eight nine"),
+    ("", "ten"),
+]
+
+
+def test_each_kind_of_edit_is_counted_as_itself():
+    counts = count("a b c d", "a x c d e")
+    assert (counts.words, counts.word_substitutions, counts.word_insertions) == (4, 1, 1)
+    assert count("a b c", "a c").word_deletions == 1
+    assert counts.wer == 0.5
+
+
+def test_characters_are_counted_with_the_spaces_between_words():
+    counts = count("ab cd", "abcd")
+    assert (counts.chars, counts.char_edits) == (5, 1)
+    assert counts.cer == pytest.approx(0.2)
+
+
+def test_every_kind_of_character_edit_counts():
+    assert count("abcd", "abxcd").char_edits == 1
+    assert count("abcd", "abd").char_edits == 1
+    assert count("abcd", "abxd").char_edits == 1
+
+
+def test_a_clip_without_errors_is_exact_whatever_the_white_space():
+    counts = count(" one  two ", "one two")
+    assert counts == EditCounts(words=2, chars=7, clips=1, exact_clips=1)
+
+
+def test_an_empty_reference_makes_every_word_an_insertion():
+    counts = count("", "two words")
+    assert counts == EditCounts(word_insertions=2, char_edits=9, clips=1)
+    assert counts.wer == 2.0
+    assert count("", " ").exact_clips == 1
+    assert count("", "").wer == 0.0
+
+
+def test_an_empty_hypothesis_makes_every_word_a_deletion():
+    counts = count("two words", "")
+    assert (counts.word_deletions, counts.char_edits, counts.wer, counts.cer) == (2, 9, 1.0, 1.0)
+
+
+def test_counts_of_two_ranks_add_to_the_counts_of_one():
+    whole = count_all(PAIRS)
+    assert count_all(PAIRS[:2]) + count_all(PAIRS[2:]) == whole
+    assert whole.wer == 5 / 7
+    assert whole.exact_share == 1 / 5
+    mean_of_rates = (count_all(PAIRS[:2]).wer + count_all(PAIRS[2:]).wer) / 2
+    assert mean_of_rates != pytest.approx(whole.wer)
+
+
+def test_counts_travel_as_a_tensor_and_lose_nothing():
+    counts = EditCounts(*range(2**40, 2**40 + 8))
+    assert EditCounts.from_tensor(counts.to_tensor()) == counts
+    assert EditCounts.from_tensor(counts.to_tensor() + counts.to_tensor()) == counts + counts
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(8), torch.zeros(7, dtype=torch.float64)])
+def test_a_tensor_that_cannot_hold_counts_is_refused(wrong):
+    with pytest.raises(ValueError, match="float64"):
+        EditCounts.from_tensor(wrong)
+
+
+def test_the_worst_clips_come_first_and_good_ones_not_at_all():
+    table = worst(PAIRS, 10)
+    assert [clip.row for clip in table] == [3, 2, 4, 0]
+    assert table[0].hypothesis == "seven eight nine"
+    assert table[0].counts.word_edits == 2
+    assert [clip.row for clip in worst(PAIRS, 1)] == [3]
+    assert [clip.row for clip in worst([("a", "b")] * 3, 2)] == [0, 1]
+    many_words_few_letters, one_long_word = ("a b c", "x y z"), ("a", "abcdefghij")
+    assert worst([one_long_word, many_words_few_letters], 1)[0].row == 1

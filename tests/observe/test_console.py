@@ -1,0 +1,226 @@
+"""What a terminal shows of a run, read from its files."""
+
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from muster.observe import console as shown
+from muster.observe.console import Tail, event_words, failure_panel, follow, results_table
+
+STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
+
+
+def text_of(thing, width: int = 300) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(thing)
+    return console.export_text()
+
+
+def append(path, *documents) -> None:
+    with path.open("a") as file:
+        for document in documents:
+            file.write(json.dumps(document) + "\n")
+
+
+def test_a_tail_gives_each_line_once(tmp_path):
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    assert list(tail.new()) == []
+    append(path, 1, 2)
+    assert list(tail.new()) == [1, 2]
+    assert list(tail.new()) == []
+    append(path, 3)
+    assert list(tail.new()) == [3]
+
+
+def test_a_tail_waits_for_the_end_of_a_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    path.write_text('{"step": 1}\n{"st')
+    assert list(tail.new()) == [{"step": 1}]
+    with path.open("a") as file:
+        file.write('ep": 2}')
+    assert list(tail.new()) == []
+    with path.open("a") as file:
+        file.write("\n")
+    assert list(tail.new()) == [{"step": 2}]
+
+
+def test_a_tail_starts_over_when_the_file_is_replaced(tmp_path):
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    append(path, 1, 2, 3)
+    assert list(tail.new()) == [1, 2, 3]
+    other = tmp_path / ".a.jsonl"
+    append(other, 1, 2, 3, 4, 5)
+    other.replace(path)
+    assert list(tail.new()) == [1, 2, 3, 4, 5]
+
+
+def test_a_tail_starts_over_when_the_file_is_cut_back(tmp_path):
+    path = tmp_path / "a.jsonl"
+    tail = Tail(path)
+    append(path, 10, 20, 30)
+    assert list(tail.new()) == [10, 20, 30]
+    path.write_text("1\n")
+    assert list(tail.new()) == [1]
+
+
+def test_a_tail_passes_over_a_line_that_is_no_json(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('1\n{"event": "che{"event": "started"}\n2\n')
+    assert list(Tail(path).new()) == [1, 2]
+
+
+def test_following_shows_events_and_steps_until_the_run_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown, "POLL_S", 0.0)
+    append(
+        tmp_path / "events.jsonl",
+        {"event": "started", "step": 0, "steps": 2, "world": 4},
+        {"event": "unheard of"},
+    )
+    append(tmp_path / "metrics.jsonl", {"step": 1, **STEP})
+    states = iter(["starting", "running", "finished"])
+
+    def state() -> str:
+        now = next(states)
+        if now == "finished":
+            append(tmp_path / "metrics.jsonl", {"step": 2, **STEP})
+            append(
+                tmp_path / "events.jsonl",
+                {"event": "evaluation", "step": 2, "split": "test", "scores": {"wer": 0.125}},
+            )
+        return now
+
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    assert follow(tmp_path, state, console) == "finished"
+    assert console.export_text().splitlines() == [
+        "4 rank(s), steps 0 to 2",
+        "step 1/2  loss 1.2500  grad 0.500  lr 1.00e-03  64.0 samples/s  0 s left",
+        "step 2: test WER 12.50%",
+        "step 2/2  loss 1.2500  grad 0.500  lr 1.00e-03  64.0 samples/s  0 s left",
+    ]
+
+
+def test_a_terminal_gets_a_bar(tmp_path):
+    append(tmp_path / "events.jsonl", {"event": "started", "step": 0, "steps": 9, "world": 1})
+    append(tmp_path / "metrics.jsonl", {"step": 4, **STEP})
+    file = (tmp_path / "out").open("w+")
+    console = Console(width=200, file=file, force_terminal=True)
+    assert follow(tmp_path, lambda: "stopped", console) == "stopped"
+    file.seek(0)
+    written = file.read()
+    assert "1 rank(s), steps 0 to 9" in written
+    assert "step 4/9" in written
+    assert "loss 1.2500" in written
+
+
+def test_events_in_words():
+    resumed = {"event": "resumed", "step": 5, "path": "p", "passed_over": ["step-9: torn"]}
+    assert event_words(resumed) == "resumed at step 5 from p; passed over step-9: torn"
+    killed = {"event": "restarting", "rank": 2, "signal": "SIGKILL"}
+    assert event_words(killed).startswith("rank 2 was killed (SIGKILL)")
+    assert event_words({"event": "checkpoint", "step": 5}) is None
+
+
+def test_brackets_in_events_are_shown_as_they_are(tmp_path, monkeypatch):
+    resumed = {"event": "resumed", "step": 5, "path": "[/a]/[bold]b", "passed_over": []}
+    append(tmp_path / "events.jsonl", resumed)
+    for terminal in (False, True):
+        file = (tmp_path / "out").open("w+")
+        console = Console(width=200, file=file, force_terminal=terminal)
+        follow(tmp_path, lambda: "failed", console)
+        file.seek(0)
+        assert "from [/a]/[bold]b" in file.read()
+
+
+def failure(rank=1, signal=None, error=None, exit_code=1) -> dict:
+    return {"rank": rank, "signal": signal, "error": error, "exit_code": exit_code}
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "log"),
+    [
+        (failure(signal="SIGKILL"), "Rank 1 was killed by SIGKILL", "ranks/1.log"),
+        (failure(signal="SIGKILL"), "training.per_device_batch_size", "ranks/1.log"),
+        (
+            failure(error={"expected": True, "kind": "DataError", "message": "x row 3: broken"}),
+            " x row 3: broken ",
+            "ranks/1.log",
+        ),
+        (
+            failure(error={"expected": False, "kind": "KeyError", "message": "'a'"}),
+            "Rank 1: KeyError: 'a'",
+            "ranks/1.log",
+        ),
+        (
+            failure(None, error={"expected": False, "kind": "OSError", "message": "no space"}),
+            "The launcher: OSError: no space",
+            "launcher.log",
+        ),
+        (failure(exit_code=17), "Rank 1 ended with exit code 17", "ranks/1.log"),
+    ],
+)
+def test_a_failure_names_rank_cause_and_log(what, words, log):
+    text = text_of(failure_panel(what, "runs/x"))
+    assert words in text
+    assert f"log: runs/x/{log}" in text
+    assert "the run failed" in text
+
+
+def test_the_brackets_of_a_torch_error_survive():
+    message = "[/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:39313"
+    error = {"expected": False, "kind": "RuntimeError", "message": message}
+    assert message in text_of(failure_panel(failure(error=error), "runs/x"))
+
+
+RESULTS = {
+    "status": "finished",
+    "steps": 200,
+    "total_time_s": 300.0,
+    "scored": "test",
+    "scores": {"wer": 0.1234, "cer": 0.05, "words": 99},
+    "throughput": {"samples_per_s": 51.25, "audio_s_per_s": 123.0},
+    "world_size": 4,
+    "devices": ["H200 (cuda:1)", "H200 (cuda:0)", "H200 (cuda:0)"],
+    "balance": {
+        "slowest_over_mean": 1.0213,
+        "comm_wait_share": 0.031,
+        "data_wait_share": 0.002,
+        "padding_share": 0.045,
+    },
+    "measured": {"memory_gib": 1.5},
+    "checkpoint": "runs/[x]/checkpoints/step-200",
+}
+
+
+def test_the_results_table_holds_what_matters():
+    text = text_of(results_table(RESULTS, "runs/[x]"))
+    for words in (
+        "finished: 200 steps in 5.0 min",
+        "WER 12.34%, CER 5.00%",
+        "51.2 clips/s, 123 × real time",
+        "4 (H200 (cuda:0), H200 (cuda:1))",
+        "slowest ÷ mean 1.021; waiting for others 3.1%, for data 0.2%; padding 4.5%",
+        "1.50 GiB",
+        " runs/[x] ",
+        "runs/[x]/checkpoints/step-200",
+    ):
+        assert words in text
+
+
+def test_the_results_table_of_a_run_without_a_step():
+    from muster.observe.results import summarise_metrics
+
+    text = text_of(
+        results_table(RESULTS | summarise_metrics([]) | {"balance": {}, "scores": {}}, "r")
+    )
+    assert "finished: 0 steps" in text
+    assert "balance" not in text
+    assert "WER" not in text
+
+
+def test_short_times_are_in_seconds():
+    assert "in 119 s" in text_of(results_table(RESULTS | {"total_time_s": 119.0}, "r"))

@@ -1,0 +1,189 @@
+"""Laws 2 and 6: any layout to any layout, and nothing half-written ever counts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankError
+from training import make_job, run_training, weights
+
+from muster.errors import CheckpointError
+from muster.observe.results import read_lines
+from muster.train.checkpoint import open_checkpoint, read_manifest, step_folders, verify
+from muster.train.loop import train
+
+STEPS = 8
+
+
+def losses(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["loss"] for line in lines]
+
+
+def stop_at(mesh, folder: str, overrides: list[str], step: int) -> None:
+    """Train as if a stop had been asked for during step `step`."""
+    job = make_job(mesh, folder, overrides)
+    job.observer.stop_requested = lambda: (
+        len(read_lines(Path(folder) / "metrics.jsonl")) == step - 1
+    )
+    assert train(job) == step
+    job.observer.close()
+    mesh.barrier()
+
+
+def train_and_weigh(mesh, folder: str, overrides: list[str]) -> torch.Tensor:
+    job = make_job(mesh, folder, overrides)
+    train(job)
+    job.observer.close()
+    mesh.barrier()
+    return weights(job)
+
+
+@pytest.fixture(scope="module")
+def straight(ranks, tmp_path_factory):
+    """Eight steps without a break, on two ranks: metrics and final weights."""
+    folder = tmp_path_factory.mktemp("straight")
+    final = ranks(2)(train_and_weigh, str(folder), [f"training.steps={STEPS}"])
+    return read_lines(folder / "metrics.jsonl"), final[0], folder
+
+
+def test_stopping_and_resuming_on_the_same_ranks_changes_no_bit(ranks, straight, tmp_path):
+    lines, final, _ = straight
+    ranks(2)(stop_at, str(tmp_path), [f"training.steps={STEPS}"], 3)
+    resumed = ranks(2)(train_and_weigh, str(tmp_path), [f"training.steps={STEPS}"])
+    assert losses(read_lines(tmp_path / "metrics.jsonl")) == losses(lines)
+    assert torch.equal(resumed[0], final)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_resuming_on_another_world_continues_at_the_same_sample(ranks, straight, tmp_path, world):
+    lines, final, _ = straight
+    ranks(2)(stop_at, str(tmp_path), [f"training.steps={STEPS}"], 3)
+    resumed = ranks(world)(train_and_weigh, str(tmp_path), [f"training.steps={STEPS}"])
+    continued = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in continued] == list(range(1, STEPS + 1))
+    assert losses(continued) == pytest.approx(losses(lines), rel=1e-5)
+    # Weights, not only losses: Adam turns rounding in a near-zero gradient into a step of up to
+    # lr, so single weights may differ by a few per mille of one; their norm may not.
+    assert torch.linalg.norm(resumed[0] - final) < 1e-3 * torch.linalg.norm(final)
+
+
+def test_every_rank_writes_its_share_and_the_manifest_names_every_file(straight):
+    _, _, folder = straight
+    saved = folder / "checkpoints" / f"step-{STEPS}"
+    manifest = read_manifest(saved)
+    on_disk = {p.name for p in saved.iterdir()} - {"manifest.json"}
+    assert set(manifest["files"]) == on_disk
+    verify(saved, manifest)
+
+
+@pytest.mark.parametrize("harm", ["manifest", "truncated", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_passed_over_and_named(ranks, tmp_path, harm):
+    overrides = [f"training.steps={STEPS}", "checkpoint.every_steps=4"]
+    lines = ranks(1)(run_training, str(tmp_path), overrides)[0]
+    newest, older = step_folders(tmp_path / "checkpoints")
+    shard = next(newest.glob("__0_0*"))
+    if harm == "manifest":
+        (newest / "manifest.json").unlink()
+    elif harm == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif harm == "flipped":
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(bytes(data))
+    else:
+        shard.unlink()
+    again = ranks(1)(run_training, str(tmp_path), overrides)[0]
+    assert losses(again) == losses(lines)
+    events = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] == "resumed"]
+    assert events[0]["step"] == 4
+    assert newest.name in events[0]["passed_over"][0]
+    assert older.name in events[0]["path"]
+
+
+def test_training_on_while_saving_does_not_leak_into_the_checkpoint(ranks, tmp_path):
+    """The shards hold the weights of their step although later steps ran while they were written."""
+    slow = ["training.steps=4", "checkpoint.every_steps=2"]
+    ranks(1)(run_training, str(tmp_path / "a"), slow)
+    ranks(1)(
+        run_training,
+        str(tmp_path / "b"),
+        ["training.steps=4", "checkpoint.every_steps=2", "checkpoint.asynchronous=false"],
+    )
+    for step in (2, 4):
+        ours, theirs = (
+            json.loads(
+                (tmp_path / side / "checkpoints" / f"step-{step}" / "manifest.json").read_text()
+            )
+            for side in "ab"
+        )
+        shards = [name for name in ours["files"] if name.endswith(".distcp")]
+        assert shards
+        for name in shards:
+            assert ours["files"][name]["sha256"] == theirs["files"][name]["sha256"]
+
+
+def test_only_the_newest_are_kept(ranks, tmp_path):
+    ranks(1)(
+        run_training,
+        str(tmp_path),
+        ["training.steps=8", "checkpoint.every_steps=2", "checkpoint.keep=2"],
+    )
+    assert [f.name for f in step_folders(tmp_path / "checkpoints")] == ["step-8", "step-6"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("training.global_batch_size=16", "training.global_batch_size"),
+        ("model.preset=lmu-micro-causal", "model.preset"),
+        ("seed=7", "seed"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused_by_key(ranks, straight, tmp_path, change, key):
+    shutil.copytree(straight[2], tmp_path / "run")
+    with pytest.raises(RankError) as failure:
+        ranks(2)(run_training, str(tmp_path / "run"), [f"training.steps={STEPS}", change])
+    assert failure.value.kind == "CheckpointError"
+    assert key in failure.value.message
+
+
+def test_a_new_run_starts_from_the_checkpoint_it_is_given(ranks, straight, tmp_path):
+    lines, _, folder = straight
+    overrides = [f"training.steps={STEPS + 2}", f"checkpoint.resume={folder}"]
+    continued = ranks(1)(run_training, str(tmp_path), overrides)[0]
+    assert [line["step"] for line in continued] == [STEPS + 1, STEPS + 2]
+    assert continued[0]["loss"] < lines[0]["loss"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(ranks, small_disk):
+    with pytest.raises(RankError) as failure:
+        ranks(1)(run_training, str(small_disk), ["training.steps=2"])
+    assert failure.value.kind == "CheckpointError"
+    assert "room" in failure.value.message
+    assert not step_folders(small_disk / "checkpoints")
+
+
+def fill_during_save(mesh, folder: str) -> None:
+    """The space check passes, then the disk fills up before the shards are written."""
+    job = make_job(mesh, folder, ["training.steps=2", "checkpoint.asynchronous=true"])
+    job.checkpoints._check_space = lambda state: None
+    train(job)
+
+
+def test_a_disk_that_fills_while_saving_is_a_sentence_too(ranks, small_disk):
+    with pytest.raises(RankError) as failure:
+        ranks(2)(fill_during_save, str(small_disk))
+    assert failure.value.kind == "CheckpointError"
+    assert "step-2 could not be written" in failure.value.message
+    assert "No space left" in failure.value.message
+    assert not step_folders(small_disk / "checkpoints")
+
+
+def test_opening_a_folder_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,90 @@
+"""What the loop does when numbers go wrong, and what the clock counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pool import RankError
+from training import make_job, weights
+
+from muster.observe.results import read_lines
+from muster.train.loop import train
+
+LIMIT = 3
+
+
+def poisoned(
+    mesh, folder: str, rank: int, steps: list[int], overrides: list[str]
+) -> dict[str, Any]:
+    """Train six steps; on `rank` the loss is not a number in `steps` (counted from 1)."""
+    job = make_job(
+        mesh, folder, ["training.steps=6", f"training.max_bad_steps={LIMIT}", *overrides]
+    )
+    right, calls = job.task.loss, iter(range(1, 100))
+
+    def loss(model, batch):
+        value = right(model, batch)
+        return value * float("nan") if mesh.rank == rank and next(calls) in steps else value
+
+    job.task.loss = loss
+    before = weights(job).clone()
+    train(job)
+    job.observer.close()
+    return {"before": before, "after": weights(job)}
+
+
+def test_a_nan_on_one_rank_is_skipped_by_all_and_counted(ranks, tmp_path):
+    results = ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 5], [])
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line.get("skipped")] == [2, 3, 5]
+    assert all(math.isfinite(line["loss"]) for line in lines if not line.get("skipped"))
+    assert torch.equal(results[0]["after"], results[1]["after"])
+    assert results[0]["after"].isfinite().all()
+
+
+def test_a_skipped_step_leaves_the_weights_alone(ranks, tmp_path):
+    results = ranks(1)(poisoned, str(tmp_path), 0, [1, 2], ["training.steps=2"])
+    assert torch.equal(results[0]["before"], results[0]["after"])
+
+
+def test_too_many_bad_steps_in_a_row_end_the_run_with_the_rows_named(ranks, tmp_path):
+    with pytest.raises(RankError) as failure:
+        ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 4], [])
+    assert failure.value.kind == "DataError"
+    assert "step 4" in failure.value.message
+    assert ".parquet row" in failure.value.message
+    assert "training.max_bad_steps" in failure.value.message
+
+
+def named_rows(mesh, folder: str) -> tuple[str, list[str]]:
+    job = make_job(mesh, folder, ["training.steps=1", "training.max_bad_steps=1"])
+    right = job.task.loss
+    job.task.loss = lambda model, batch: right(model, batch) * (math.nan if mesh.rank == 1 else 1)
+    mine = [job.loader.source.name(i) for b in job.loader.micro_batches(0) for i in b.ids]
+    try:
+        train(job)
+    except Exception as error:
+        return str(error), mine
+    raise AssertionError("the run did not end")
+
+
+def test_only_rows_of_the_bad_micro_batch_are_blamed(ranks, tmp_path):
+    (message, good), (_, bad) = ranks(2)(named_rows, str(tmp_path))
+    assert all(name in message for name in bad[:16])
+    assert not any(f"{name}," in message for name in good)
+
+
+def test_stop_is_agreed_on_when_only_rank_0_sees_the_request(ranks, tmp_path):
+    (tmp_path / "stop-requested").touch()
+    done = ranks(2)(train_until_stopped, str(tmp_path))
+    assert done == [1, 1]
+
+
+def train_until_stopped(mesh, folder: str) -> int:
+    job = make_job(mesh, folder, ["training.steps=6"])
+    done = train(job)
+    job.observer.close()
+    return done

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from muster.recipe.schema import Training
+from muster.train.optimizer import learning_rate, make_optimizer, peak_lr
+from muster.train.precision import LossScale
+
+
+def training(**changes: object) -> Training:
+    return Training.model_validate({"steps": 100, "lr": 1.0, "warmup_steps": 10, **changes})
+
+
+def test_warm_up_rises_in_equal_steps_to_the_peak():
+    rates = [learning_rate(training(), step, 100) for step in range(11)]
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "halfway"), [("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)]
+)
+def test_schedules_at_half_time_and_at_the_end(schedule, halfway):
+    options = training(schedule=schedule, final_lr_ratio=0.0)
+    assert learning_rate(options, 55, 100) == pytest.approx(halfway)
+    assert learning_rate(options, 100, 100) == pytest.approx(1.0 if schedule == "constant" else 0.0)
+
+
+def test_the_schedule_ends_at_its_final_ratio():
+    assert learning_rate(training(final_lr_ratio=0.1), 100, 100) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"), [("none", 1e-3), ("linear", 4e-3), ("sqrt", 2e-3)]
+)
+def test_lr_scaling_follows_the_global_batch_as_the_guide_has_it(scaling, expected):
+    options = training(lr=1e-3, lr_scaling=scaling, global_batch_size=64, reference_batch_size=16)
+    assert peak_lr(options) == pytest.approx(expected)
+
+
+def test_weight_decay_spares_vectors():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    optimizer = make_optimizer(training(weight_decay=0.5), model.named_parameters())
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert {decay[id(p)] for p in model.parameters() if p.dim() >= 2} == {0.5}
+    assert {decay[id(p)] for p in model.parameters() if p.dim() < 2} == {0.0}
+
+
+def test_the_loss_scale_halves_on_overflow_and_grows_after_good_steps():
+    scale = LossScale(8.0, dynamic=True, grow_every=2)
+    assert scale.update(finite=False)
+    assert scale.value == 4.0
+    assert not scale.update(finite=True)
+    assert not scale.update(finite=True)
+    assert scale.value == 8.0
+
+
+def test_an_overflow_at_scale_one_is_a_bad_step():
+    assert not LossScale(1.0, dynamic=True).update(finite=False)
+
+
+def test_scaling_by_a_power_of_two_and_back_changes_no_gradient():
+    weight = torch.randn(4, requires_grad=True)
+    (weight.square().sum() * 2.0**16).backward()
+    scaled = weight.grad / 2.0**16
+    weight.grad = None
+    weight.square().sum().backward()
+    assert torch.equal(scaled, weight.grad)
+    assert math.isfinite(float(scaled.sum()))

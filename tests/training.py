@@ -1,0 +1,44 @@
+"""Training inside a pool of ranks: the worker's own steps, on a recipe made small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster import runs
+from muster.observe.results import read_lines
+from muster.parallel.mesh import Mesh
+from muster.recipe.load import load
+from muster.train.loop import Job, train
+from muster.worker import prepare
+
+SMALL = [
+    "logging.tensorboard=false",
+    "evaluation.every_steps=null",
+    "checkpoint.every_steps=null",
+    "data.cache_gib=0.1",
+]
+
+
+def make_job(mesh: Mesh, folder: str, overrides: list[str]) -> Job:
+    recipe = load("speech", [*SMALL, *overrides])
+    run = runs.Run(Path(folder))
+    if mesh.first:
+        (run.path / "ranks").mkdir(parents=True, exist_ok=True)
+    mesh.barrier()
+    return prepare(recipe, mesh, run)
+
+
+def run_training(mesh: Mesh, folder: str, overrides: list[str]) -> list[dict[str, Any]]:
+    """Train to the end; the lines of metrics.jsonl."""
+    job = make_job(mesh, folder, overrides)
+    train(job)
+    job.observer.close()
+    mesh.barrier()
+    return read_lines(Path(folder) / "metrics.jsonl")
+
+
+def weights(job: Job) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in job.engine.bare.parameters()])
