@@ -12,10 +12,10 @@ tools of the build; nothing of theirs is shipped.
 
 Split rules, asserted before anything is written:
   * no sentence and no voice is in two splits;
-  * an espeak-ng variant belongs to one split, whatever the accent; py-nanotts reads train in en-GB
-    and the rest in en-US; hibari-tts reads train with American pronunciation and the rest with
-    British; both at pitch factors 4 % or more away from those of any other split, while the draw
-    for a clip moves the pitch by less than 2 %;
+  * an espeak-ng variant belongs to one split, whatever the accent. py-nanotts and hibari-tts have
+    few speakers, so their voices are made by resampling, which moves pitch and vocal tract alike:
+    a split's factors are 4 % or more away from those of any other split, while the draw for a clip
+    moves them by less than 2 %;
   * every word of validation and test occurs at least `MIN_TRAIN_COUNT` times in train.
 
 The same seed gives the same corpus. All draws of an utterance come from (seed, its number). Each
@@ -47,13 +47,13 @@ import soundfile as sf
 RATE = 16_000  # Hz
 EDGE = 0.08  # seconds of silence kept before and after the speech
 MAX_SECONDS = 4.5
-MAX_WORDS = 8
-OPUS_LEVEL = 0.97  # soundfile's compression_level; about 17 kbit/s
-SPLITS = {"train": 1560, "validation": 150, "test": 300}  # utterances asked for
+MAX_WORDS = 6
+OPUS_LEVEL = 0.98  # soundfile's compression_level; about 14 kbit/s
+SPLITS = {"train": 1900, "validation": 120, "test": 300}  # utterances asked for
 TRAIN_SHARDS = 6
 ROW_GROUP = 64
 MIN_TRAIN_COUNT = 5  # of each word
-ENGINE_SHARE = {"espeak": 0.46, "nano": 0.27, "hibari": 0.27}
+ENGINE_SHARE = {"espeak": 0.5, "nano": 0.2, "hibari": 0.3}
 
 MIRROR = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))  # bits in reverse
 
@@ -75,18 +75,18 @@ class Voice:
         return f"{self.engine}-{self.base}" + (f"@{self.factor}" if self.engine != "espeak" else "")
 
 
-ACCENTS = "en-us en-gb en-gb-scotland en-029 en-gb-x-rp en-gb-x-gbclan en-gb-x-gbcwmd en-us-nyc"
+ACCENTS = "en-us en-gb en-gb-scotland en-gb-x-rp en-us-nyc"
 # The variants left out whisper, croak, sing, or imitate robots.
 VARIANTS = {
-    "train": "m1 m2 m3 m5 m6 m8 f1 f2 f3 f5 klatt klatt3 Alex Andrea Annie Denis Gene Henrique Lee "
-    "Marco Michael anika belinda benjamin caleb david edward linda max paul quincy rob steph2 zac",
+    "train": "m1 m2 m3 m5 m6 m8 f1 f2 f3 f5 Alex Andrea Annie Denis Gene Henrique Lee Marco Michael "
+    "anika belinda benjamin caleb david edward linda max paul quincy rob steph2 zac",
     "validation": "m4 Alicia robert",
-    "test": "m7 f4 klatt2 Mike Hugo steph john",
+    "test": "m7 f4 Mike Hugo steph john",
 }
 FACTORS = {  # of py-nanotts and hibari-tts
-    "train": (0.78, 0.84, 0.92, 1.0, 1.09, 1.18),
-    "validation": (0.88,),
-    "test": (0.96, 1.045, 1.135),
+    "train": (0.86, 0.94, 1.02, 1.11),
+    "validation": (0.9,),
+    "test": (0.98, 1.065),
 }
 
 
@@ -95,11 +95,10 @@ def voices_of(split: str) -> dict[str, list[Voice]]:
     accents, offset = ACCENTS.split(), list(VARIANTS).index(split)
     rotated = accents[offset:] + accents[:offset]
     espeak = [f"{a}+{v}" for a, v in zip(cycle(rotated), VARIANTS[split].split(), strict=False)]
-    nano, hibari = ("en-GB", "us") if split == "train" else ("en-US", "gb")
     return {
         "espeak": [Voice("espeak", base) for base in espeak],
-        "nano": [Voice("nano", nano, factor) for factor in FACTORS[split]],
-        "hibari": [Voice("hibari", hibari, factor) for factor in FACTORS[split]],
+        "nano": [Voice("nano", b, f) for b in ("en-GB", "en-US") for f in FACTORS[split]],
+        "hibari": [Voice("hibari", b, f) for b in ("us", "gb") for f in FACTORS[split]],
     }
 
 
@@ -170,8 +169,7 @@ def number(rng: Rng) -> str:
     ordered = either + (either % 10 == 0 and either % 100 not in (10, 20, 30))  # no "fortieth"
     forms = [
         cardinal(large, joiner),
-        cardinal(int(rng.integers(1000, 10_000)), joiner),
-        cardinal(either * int(rng.choice([100, 1000, 10**6]))),
+        cardinal(small * 1000),
         f"minus {cardinal(either, joiner)}",
         f"{cardinal(small % 40)} point {' '.join(digits[3:] or digits[:1])}",
         " ".join(digits),
@@ -179,7 +177,7 @@ def number(rng: Rng) -> str:
         ordinal(ordered),
         f"the {ordinal(ordered % 100)}",
     ]
-    return forms[rng.choice(len(forms), p=[0.2, 0.1, 0.1, 0.1, 0.15, 0.1, 0.1, 0.1, 0.05])]
+    return forms[rng.choice(len(forms), p=[0.25, 0.15, 0.1, 0.15, 0.1, 0.1, 0.1, 0.05])]
 
 
 def time(rng: Rng) -> str:
@@ -271,11 +269,11 @@ def run(command: list[str]) -> bytes:
 
 def speak(voice: Voice, text: str, rng: Rng) -> np.ndarray:
     """One reading at 16 kHz, with speed and pitch drawn for this clip."""
-    tempo = rng.uniform(0.9, 1.12)
+    tempo = rng.uniform(0.82, 0.98)
     shift = rng.uniform(0.981, 1.019) * voice.factor
     pitch, noise = rng.uniform(-1, 1), int(rng.integers(2**31))
     if voice.engine == "espeak":
-        speed, height, shift = str(round(165 * tempo)), str(round(50 + 14 * pitch)), 1.0
+        speed, height, shift = str(round(165 * tempo)), str(round(50 + 10 * pitch)), 1.0
         options = ["-v", voice.base, "-s", speed, "-p", height, "--stdout", text]
         wave, rate = sf.read(io.BytesIO(run(["espeak-ng", *options])))
     elif voice.engine == "nano":
@@ -320,7 +318,7 @@ def make(job: tuple[int, Utterance]) -> Row | str:
     rms, seconds = float(np.sqrt((wave**2).mean())), len(wave) / RATE
     speech, peak = seconds - 2 * EDGE, float(np.abs(wave).max())
     per_letter, per_word = speech / len(u.text.replace(" ", "")), speech / len(u.text.split())
-    sane = 0.042 < per_letter < 0.13 and per_word > 0.17 and rms > 0.03 * peak
+    sane = 0.042 < per_letter < 0.15 and per_word > 0.17 and rms > 0.03 * peak
     if not sane or seconds > MAX_SECONDS:
         return f"{u.voice.name}: {u.text!r}, {seconds:.2f} s, rms {rms:.4f}, peak {peak:.4f}"
     wave *= np.exp(rng.uniform(np.log(0.25), np.log(0.95))) / peak

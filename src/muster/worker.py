@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import platform
+import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from muster import __version__, runs
 from muster.data.batches import BatchPlan
 from muster.data.corpus import Split
-from muster.data.loader import Loader
+from muster.data.loader import Loader, Source
 from muster.errors import DataError, MusterError
-from muster.hardware import inventory
 from muster.launch import cluster
 from muster.launch.cluster import Place
-from muster.launch.spawn import spawn
-from muster.observe.console import follow, results_table
-from muster.observe.logs import log_to_file, set_up
+from muster.observe.logs import log_to_file
 from muster.observe.observer import Observer
 from muster.observe.results import read_lines, summarise_metrics, write_json
 from muster.parallel import mesh as meshes
@@ -37,8 +32,7 @@ from muster.parallel.apply import apply
 from muster.parallel.layout import layout_for
 from muster.parallel.mesh import Mesh
 from muster.plan.batch import BatchSizes, solve
-from muster.recipe.describe import to_yaml
-from muster.recipe.load import from_resolved, load
+from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
@@ -162,7 +156,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
     )
 
 
-def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Any]:
+def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Source]:
     """Rank 0 of each machine looks first and leaves the index of durations for the others."""
     task: Task | None = None
     if mesh.local_rank == 0:
@@ -172,6 +166,8 @@ def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Any]:
     source = task.source("train")
     if source is None:
         raise DataError(f"data.train: {recipe.data.train} has no training data")
+    if mesh.device.type == "cpu":  # decoding beside a CPU that computes slows both down
+        source.preload(torch.get_num_threads())
     return task, source
 
 
@@ -297,7 +293,7 @@ def _results(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     }
 
 
-def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
+def leave_word(folder: Path, rank: int, error: BaseException) -> None:
     """This rank's own account of its end, for the supervisor to tell."""
     expected = isinstance(error, MusterError)
     log.error("%s", error if expected else traceback.format_exc())
@@ -313,67 +309,22 @@ def _leave_word(folder: Path, rank: int, error: BaseException) -> None:
     )
 
 
-def train_here(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as whichever rank this process is: started by torchrun, or alone by plain python.
-
-    Rank 0 shows the run in the terminal by reading its files, as `muster watch` does.
-    """
-    place = cluster.detect(os.environ)
-    set_up(f"Rank {place.rank}")
-    try:
-        loaded = load(recipe, overrides)
-        if place.rank > 0:
-            return run_rank(loaded, place)
-        run = runs.create(Path(loaded.logging.dir), loaded.name, {"recipe.yaml": to_yaml(loaded)})
-        run.own()
-        run.update(state="running", ranks=place.world)
-        with _watched(run):
-            return run_rank(loaded, place, run)
-    except MusterError as error:
-        log.error("%s", error)
-        os._exit(2)  # other ranks may sit in a collective; torchrun ends them
-
-
-@contextmanager
-def _watched(run: runs.Run) -> Iterator[None]:
-    """Show a run that this very process is part of."""
-    console, ended = Console(), threading.Event()
-
-    def state() -> str:
-        return "ended" if ended.is_set() else "running"
-
-    watcher = threading.Thread(target=follow, args=(run.path, state, console), daemon=True)
-    watcher.start()
-    try:
-        yield
-    except BaseException as error:
-        _leave_word(run.path, 0, error)
-        run.update(state="failed", ended=time.time(), exit_code=1)
-        raise
-    finally:
-        ended.set()
-        watcher.join(5)
-    if results := run.results():
-        console.print(results_table(results, str(run.path)))
-
-
-def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:
-    """Train on every device of this machine, ranks started by torch.multiprocessing."""
-    found = inventory.detect()
-    wanted = load(recipe, overrides).distributed.devices
-    ranks = wanted if isinstance(wanted, int) else len(found.gpus) or found.cpus
-    spawn(train_here, (recipe, tuple(overrides)), ranks)
+def _die_with_parent() -> None:
+    """A launcher that is killed cannot end its workers; the kernel does it for us."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main(folder: str) -> None:
     """A worker process's whole life. It leaves without tearing anything down: all that matters is
     on disk by then, other ranks may still sit in a collective, and destructors can wait for them."""
+    _die_with_parent()
     run, place, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
     log_to_file(run.path, place.rank)
     try:
         run_rank(from_resolved(run.path / "recipe.yaml"), place, run)
     except BaseException as error:
-        _leave_word(run.path, place.rank, error)
+        leave_word(run.path, place.rank, error)
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()

@@ -55,6 +55,13 @@ def test_the_cut_follows_length_and_not_the_order_it_was_given():
             assert micro.tolist() == same.tolist()
 
 
+def test_samples_are_dealt_back_and_forth():
+    lengths = np.arange(1.0, 9.0)
+    (first,), (second,) = cut(np.arange(8), lengths, ranks=2, accumulation=1)
+    assert lengths[first].tolist() == [1, 4, 5, 8]
+    assert lengths[second].tolist() == [2, 3, 6, 7]
+
+
 def test_an_epoch_uses_every_sample_once_but_for_the_remainder():
     plan = BatchPlan(speech_lengths(1003), 37, seed=0)
     assert plan.steps_per_epoch == 27
@@ -98,7 +105,7 @@ def test_any_step_is_found_without_walking_there():
 def test_batches_of_like_length_come_in_no_order_of_length():
     plan = BatchPlan(speech_lengths(2000), 20, seed=0)
     means = np.array([plan.lengths[plan.batch(step)].mean() for step in range(100)])
-    assert abs(np.corrcoef(means, np.arange(100))[0, 1]) < 0.3
+    assert 0.3 < (np.diff(means) > 0).mean() < 0.7, "about as often longer as shorter"
     within = np.mean([plan.lengths[plan.batch(step)].std() for step in range(100)])
     assert within < 0.25 * plan.lengths.std()
 

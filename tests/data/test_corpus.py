@@ -40,6 +40,7 @@ def names(paths: list[Path]) -> list[str]:
         ("dev-clean/0000.parquet", "validation"),
         ("train/english/0000.parquet", "train"),
         ("train/test-0.parquet", "test"),
+        ("train/test/0.parquet", "test"),
         ("trains.parquet", None),
         ("0000.parquet", None),
         ("latest/0000.parquet", None),

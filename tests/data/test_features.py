@@ -8,10 +8,13 @@ from muster.data.features import (
     FIXED_MEAN,
     FIXED_SCALE,
     FLOOR,
+    Augmentation,
     LogMel,
     StreamingLogMel,
     apply_masks,
-    draw_masks,
+    draw,
+    mel_points,
+    warp_matrix,
 )
 
 LENGTHS = [8000, 16000, 12345, 161]
@@ -135,24 +138,26 @@ def test_streaming_refuses_what_needs_the_whole_clip():
         StreamingLogMel(LogMel(normalize="clip"))
 
 
-def drawn(*key: int) -> tuple[np.ndarray, np.ndarray]:
-    return draw_masks(key, mels=80, freq=(2, 27), time=(3, 0.1))
+def drawn(*key: int) -> tuple[np.ndarray, np.ndarray, float]:
+    return draw(key, 80, Augmentation(2, 27, 3, 0.1, warp=0.2))
 
 
-def test_masks_depend_on_the_key_alone():
+def test_a_draw_depends_on_the_key_alone():
     first = drawn(42, 1, 7)
     drawn(1, 1, 1)
-    np.random.default_rng(0)
+    np.random.seed(0)
     torch.manual_seed(0)
     assert all(np.array_equal(a, b) for a, b in zip(first, drawn(42, 1, 7), strict=True))
     for other in (drawn(43, 1, 7), drawn(42, 2, 7), drawn(42, 1, 8)):
         assert not np.array_equal(first[1], other[1])
+        assert first[2] != other[2]
 
 
-def test_drawn_masks_keep_their_limits_and_reach_all_over():
+def test_draws_keep_their_limits_and_reach_all_over():
     many = [drawn(0, 0, i) for i in range(2000)]
-    bands = np.concatenate([b for b, _ in many])
-    stretches = np.concatenate([s for _, s in many])
+    bands = np.concatenate([b for b, _, _ in many])
+    stretches = np.concatenate([s for _, s, _ in many])
+    warps = np.array([w for _, _, w in many])
     assert bands.shape == (4000, 2)
     assert stretches.shape == (6000, 2)
     widths, spans = bands[:, 1] - bands[:, 0], stretches[:, 1] - stretches[:, 0]
@@ -162,15 +167,42 @@ def test_drawn_masks_keep_their_limits_and_reach_all_over():
     assert 0 <= spans.min() < 0.001
     assert 0.099 < spans.max() <= 0.1 + 1e-6
     assert stretches.min() >= 0
-    assert stretches.max() <= 1 + 1e-6
-    assert stretches.max() > 0.99
+    assert 0.99 < stretches.max() <= 1 + 1e-6
+    assert 0.8 <= warps.min() < 0.81
+    assert 1.19 < warps.max() <= 1.2
 
 
 def test_masks_wider_than_the_features_and_no_masks_at_all_are_drawn():
-    bands, stretches = draw_masks((0,), mels=8, freq=(4, 27), time=(0, 0.1))
+    bands, stretches, warp = draw((0,), 8, Augmentation(4, 27, 0, 0.1, warp=0.0))
     assert bands.shape == (4, 2)
     assert bands[:, 0].min() >= 0
     assert stretches.shape == (0, 2)
+    assert warp == 1.0
+
+
+def test_a_warp_of_one_changes_nothing():
+    samples, lengths = batch(LENGTHS)
+    logmel = LogMel()
+    plain, _ = logmel(samples, lengths)
+    warped, _ = logmel(samples, lengths, torch.ones(len(LENGTHS)))
+    torch.testing.assert_close(warped, plain, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.2])
+def test_a_warp_moves_a_tone_to_its_multiple_and_leaves_the_neighbour_alone(factor):
+    tone = torch.sin(2 * torch.pi * 2000 * torch.arange(8000) / 16000)
+    logmel = LogMel(normalize="fixed")
+    samples, lengths = torch.stack([tone, tone]), torch.tensor([8000, 8000])
+    features, _ = logmel(samples, lengths, torch.tensor([factor, 1.0]))
+    centres = mel_points(82, 16000)[1:-1]
+    heard = centres[features[:, 10:].mean(1).argmax(1)]
+    assert abs(heard[0] - 2000 * factor) < 80
+    assert abs(heard[1] - 2000) < 80
+
+
+def test_a_warp_takes_every_channel_from_weights_that_sum_to_one():
+    weights = warp_matrix(torch.tensor([0.8, 1.0, 1.3]), 80, 16000)
+    torch.testing.assert_close(weights.sum(1), torch.ones(3, 80), atol=1e-4, rtol=0)
 
 
 def test_exactly_the_drawn_cells_are_masked():

@@ -88,12 +88,13 @@ def test_an_error_in_a_thread_surfaces_at_its_own_step():
 def test_leaving_early_ends_the_threads_and_drops_what_was_ahead():
     source = Numbers()
     source.delay = lambda index: 0.002
-    steps = make(source, workers=2, prefetch=4).steps(0, 1000)
+    steps = make(source, workers=2, prefetch=50).steps(0, 1000)
     next(steps)
     assert data_threads()
     steps.close()
     assert data_threads() == []
     done = len(source.loaded)
+    assert done < 8 * 25, "of 50 steps ahead"
     time.sleep(0.05)
     assert len(source.loaded) == done
 

@@ -59,9 +59,9 @@ def test_a_csv_from_a_spreadsheet_is_read(folder):
 
 def test_shards_hold_at_most_their_size_and_everything_in_order(folder, tmp_path):
     write_csv(folder)
-    size = 0.03  # MB; the clips are of 6.4 kB to 19.2 kB
+    size = 0.036  # MB; the clips are of 6.4 kB to 19.2 kB
     shards = make(folder, tmp_path / "out", "test", shard_mb=size)
-    assert [path.name for path in shards] == [f"test-0000{i}-of-00003.parquet" for i in range(3)]
+    assert [path.name for path in shards] == [f"test-0000{i}-of-00002.parquet" for i in range(2)]
     assert sorted((tmp_path / "out").iterdir()) == shards
     texts = []
     for path in shards:

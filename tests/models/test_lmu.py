@@ -17,6 +17,7 @@ OPTIONS = {
     "trainable": {"trainable_theta": True},
     "feedback": {"feedback": True},
     "both-ways": {"bidirectional": True},
+    "all-at-once": {"bidirectional": True, "feedback": True, "trainable_theta": True},
 }
 
 
@@ -81,7 +82,7 @@ def test_every_form_equals_the_recurrence_by_hand(
     expected = by_hand(u, order, 20.0, e_m)
     if "bidirectional" in options:
         half = channels // 2
-        back = by_hand(u[..., half:].flip(1), order, 20.0).flip(1)
+        back = by_hand(u[..., half:].flip(1), order, 20.0, e_m).flip(1)
         expected = torch.cat([expected[:, :, :half], back], dim=2)
     for form in FORMS:
         made = memory(form, channels, order, 20.0, **options)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankError
-from training import make_job, run_training, weights
 
 from muster.errors import CheckpointError
 from muster.observe.results import read_lines
 from muster.train.checkpoint import open_checkpoint, read_manifest, step_folders, verify
 from muster.train.loop import train
+from pool import RankError
+from training import make_job, run_training, weights
 
 STEPS = 8
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankError
-from training import make_job, weights
 
 from muster.observe.results import read_lines
 from muster.train.loop import train
+from pool import RankError
+from training import make_job, weights
 
 LIMIT = 3
 

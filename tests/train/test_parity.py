@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from training import run_training
 
 # Summing the same float32 gradients in another order moves them by about 1e-7 relative; the padding

@@ -15,7 +15,9 @@ def evaluate(
     checkpoint: CheckpointArgument,
     split: SplitOption = "test",
     decoder: Annotated[Literal["greedy", "beam"], typer.Option(help="How to search.")] = "greedy",
-    ngram: Annotated[Path | None, typer.Option(help="An ARPA language model for the beam.")] = None,
+    ngram: Annotated[
+        str | None, typer.Option(help="For the beam: an ARPA file, or `train` to make one.")
+    ] = None,
     worst: Annotated[int, typer.Option(help="Show so many of the worst clips.")] = 5,
 ) -> None:
     """Score a checkpoint on a split of its data."""
@@ -24,7 +26,7 @@ def evaluate(
 
     options: dict[str, Any] = {
         "evaluation.decoder": decoder,
-        "evaluation.ngram": str(ngram) if ngram else None,
+        "evaluation.ngram": ngram,
     }
     result = inference.score(inference.load_recogniser(checkpoint, options), split)
     console.print(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +89,13 @@ class SpeechSource:
             held = len(samples) / rate
             raise DataError(f"the header promises {row.seconds:.2f} s, the clip holds {held:.2f} s")
         return samples
+
+    def preload(self, threads: int) -> None:
+        """Decode everything now, if the cache can hold it, rather than beside the first epoch."""
+        needed = 4 * self.limits.sample_rate * float(self.lengths.sum())
+        if needed <= self.limits.cache_bytes:
+            with ThreadPoolExecutor(threads) as pool:
+                deque(pool.map(self.load, range(len(self))), maxlen=0)
 
     def keep(self, wanted: list[bool], why: str) -> None:
         """Leave out the clips that are not wanted, and count them under `why`."""

@@ -72,12 +72,18 @@ class _Words:
     """What finished words add to a prefix's score."""
 
     def __init__(
-        self, pieces: Sequence[str] | None, lm: NGram | None, lm_weight: float, word_bonus: float
+        self,
+        pieces: Sequence[str] | None,
+        lm: NGram | None,
+        lm_weight: float,
+        word_bonus: float,
+        known_words: bool,
     ) -> None:
         self.pieces = pieces
         self.lm = lm
         self.weight = lm_weight * _LN10
         self.bonus = word_bonus
+        self.beginnings = lm.beginnings if lm is not None and known_words else None
 
     def root(self) -> _Prefix:
         return _Prefix(None, -1, "", self._shorten((START,)), 0.0)
@@ -90,6 +96,8 @@ class _Words:
                 *finished, word = (word + self.pieces[token]).split(" ")
                 for one in finished:
                     context, extra = self._finish(one, context, extra)
+                if self.beginnings is not None and word not in self.beginnings:
+                    extra = _NEVER
             found = prefix.children[token] = _Prefix(prefix, token, word, context, extra)
         return found
 
@@ -103,6 +111,8 @@ class _Words:
     ) -> tuple[tuple[str, ...], float]:
         if not word:
             return context, extra
+        if self.beginnings is not None and word not in self.lm:  # type: ignore[operator]
+            return context, _NEVER
         extra += self.bonus
         if self.lm is not None:
             extra += self.weight * self.lm.score(word, context)
@@ -122,6 +132,7 @@ def prefix_beam(
     lm: NGram | None = None,
     lm_weight: float = 0.5,
     word_bonus: float = 0.0,
+    known_words: bool = False,
     min_log_prob: float = -10.0,
     max_symbols: int = 40,
     blank: int = 0,
@@ -136,6 +147,8 @@ def prefix_beam(
     `min_log_prob` and `max_symbols` skip a frame's unlikely symbols, never its likeliest; the
     second bounds the time an untrained model takes, whose symbols are all alike. A language model
     favours short outputs, for each word costs; a positive `word_bonus` pays some of it back.
+    `known_words` follows only spellings of words that `lm` knows, which saves a small acoustic
+    model most of its spelling mistakes.
     """
     if width < 1 or max_symbols < 1:
         raise ValueError(f"width={width} and max_symbols={max_symbols} must be at least 1")
@@ -143,12 +156,12 @@ def prefix_beam(
         raise ValueError(
             "lm and word_bonus count words, which takes the text of each id: pass pieces"
         )
-    words = _Words(pieces, lm, lm_weight, word_bonus)
+    words = _Words(pieces, lm, lm_weight, word_bonus, known_words)
     beam: _Beam = {words.root(): [0.0, _NEVER]}
     for frame in _likely_symbols(log_probs, min_log_prob, max_symbols):
         grown = _advance(beam, frame, words, blank)
         kept = heapq.nlargest(width, grown.items(), key=lambda x: _add(*x[1]) + x[0].extra)
-        beam = dict(kept)
+        beam = {prefix: ends for prefix, ends in kept if prefix.extra > _NEVER}
         for prefix in grown.keys() - beam.keys():
             prefix.forget()
     scored = [(prefix.ids(), _add(*ends) + words.final(prefix)) for prefix, ends in beam.items()]

@@ -14,6 +14,7 @@ import sys
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import IO
 
@@ -40,6 +41,11 @@ class NGram:
 
     def __contains__(self, word: str) -> bool:
         return (word,) in self.entries
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        """Every beginning of a known word, the empty one and the whole word included."""
+        return frozenset(word[:end] for word in self.vocabulary for end in range(len(word) + 1))
 
     def score(self, word: str, context: Sequence[str] = ()) -> float:
         """log10 p(word | context), `context` the words before it, `<s>` first in a sentence.

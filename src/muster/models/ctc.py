@@ -8,14 +8,14 @@ never reaches a clip's own frames.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.models.lmu import LMUMemory
-from muster.models.norm import FrameLayerNorm, MaskedBatchNorm, valid_frames
+from muster.models.norm import NormKind, make_norm, valid_frames
 
 SUBSAMPLING = 4
 
@@ -33,7 +33,7 @@ class LMUCTCConfig:
     ff_mult: int
     bidirectional: bool = True
     causal: bool = False
-    norm: Literal["layer", "batch"] = "layer"
+    norm: NormKind = "layer"
     dropout: float = 0.0
     mels: int = 80
     vocab: int = 29
@@ -46,8 +46,6 @@ class LMUCTCConfig:
             )
         if not self.causal and self.kernel % 2 == 0:
             raise ValueError(f"kernel is {self.kernel}; centred convolutions need an odd one")
-        if self.norm not in ("layer", "batch"):
-            raise ValueError(f"norm is {self.norm!r}; expected layer or batch")
 
 
 @dataclass
@@ -62,10 +60,6 @@ class StreamState:
 def output_lengths(lengths: Tensor) -> Tensor:
     """⌈length/4⌉: a clip's last, unfilled group of four frames counts."""
     return (lengths + SUBSAMPLING - 1) // SUBSAMPLING
-
-
-def make_norm(kind: str, width: int) -> FrameLayerNorm | MaskedBatchNorm:
-    return FrameLayerNorm(width) if kind == "layer" else MaskedBatchNorm(width)
 
 
 class Subsample(nn.Module):

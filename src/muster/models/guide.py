@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.models.lmu import Form, LMUMemory, legendre
-from muster.models.norm import valid_frames
+from muster.models.norm import NormKind, make_norm, valid_frames
 
 
 @dataclass(frozen=True)
 class GuideConfig:
-    """theta in frames; form "recurrent" is the guide's own walk, for comparison."""
+    """theta in frames; form "recurrent" walks through time as the guide does, for comparison."""
 
     mels: int = 80
     width: int = 512
@@ -30,6 +30,8 @@ class GuideConfig:
     order: int = 256
     theta: float = 1000.0
     form: Form = "auto"
+    norm: NormKind = "layer"
+    dropout: float = 0.0
     vocab: int = 29
 
 
@@ -93,11 +95,12 @@ class GuideBlock(nn.Module):
         width = config.width
         self.attention = Attention(width, config.heads)
         self.lmu = GuideLMU(width, config.order, config.theta, config.form)
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.norms = nn.ModuleList([make_norm(config.norm, width) for _ in range(2)])
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        x = self.norms[0](x + self.attention(x, mask))
-        return self.norms[1](x + self.lmu(x))
+        x = self.norms[0](x + self.dropout(self.attention(x, mask)), mask)
+        return self.norms[1](x + self.dropout(self.lmu(x)), mask)
 
 
 class Guide(nn.Module):

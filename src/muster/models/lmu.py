@@ -66,17 +66,20 @@ def toeplitz(response: Tensor) -> Tensor:
     return F.pad(response, (0, 0, length - 1, 0)).unfold(0, length, 1).flip(-1)
 
 
+LARGEST_TOEPLITZ = 2**26  # numbers in [time·order, time]; a quarter of a GiB
+
+
 def choose_form(device_type: str, time: int, channels: int, order: int) -> Form:
     """The quickest form for a shape; `benchmarks/lmu.py` is what measured it.
 
-    The products cost time·order·(chunk + order) per channel and sequence, the transforms
-    time·order·log(time) with a larger factor: products win while the order is small.
+    Per step and channel one product costs time·order, the chunked ones order·(chunk + order), the
+    transforms order·log(time) with a far larger factor: products win while time or order is small.
     """
-    if time <= 64:
+    if device_type != "cpu":
+        return "toeplitz" if time * time * order <= LARGEST_TOEPLITZ else "fft"
+    if time <= (128 if order <= 64 else 64):
         return "toeplitz"
-    if device_type == "cpu":
-        return "chunked" if order <= 64 else "fft"
-    return "fft"
+    return "chunked" if order <= 64 else "fft"
 
 
 def choose_chunk(order: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+NormKind = Literal["layer", "batch"]
 
 
 def valid_frames(lengths: Tensor, time: int) -> Tensor:
@@ -94,6 +96,12 @@ class MaskedBatchNorm(nn.Module):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         self.num_batches_tracked += 1
+
+
+def make_norm(kind: NormKind, width: int) -> FrameLayerNorm | MaskedBatchNorm:
+    if kind not in get_args(NormKind):
+        raise ValueError(f"norm is {kind!r}; expected {' or '.join(get_args(NormKind))}")
+    return FrameLayerNorm(width) if kind == "layer" else MaskedBatchNorm(width)
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -226,9 +226,19 @@ class Evaluation(Section):
         "greedy", description="`beam` is CTC prefix-beam search."
     )
     beam_width: Positive = Field(16, description="Prefixes kept by the beam.")
-    ngram: str | None = Field(None, description="An ARPA language model for the beam.")
+    ngram: str | None = Field(
+        None,
+        description="A word n-gram model for the beam: an ARPA file, or `train` for one made of "
+        "the training transcripts.",
+    )
     ngram_weight: Annotated[float, Field(ge=0)] = Field(
         0.5, description="Its weight beside the acoustics."
+    )
+    word_bonus: float = Field(
+        0.0, description="Added per word by the beam; an n-gram model alone favours short outputs."
+    )
+    known_words: bool = Field(
+        False, description="The beam says only words that the n-gram model knows."
     )
     final: bool = Field(
         True, description="Score the test data (else validation) when training ends."
@@ -238,6 +248,8 @@ class Evaluation(Section):
     def _beam_for_ngram(self) -> Evaluation:
         if self.ngram is not None and self.decoder != "beam":
             raise ValueError("ngram needs the beam: set evaluation.decoder=beam")
+        if self.known_words and self.ngram is None:
+            raise ValueError("known_words needs a model that knows some: set evaluation.ngram")
         return self
 
 

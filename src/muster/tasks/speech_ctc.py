@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from muster.data.text import Vocabulary, build_vocabulary
 from muster.errors import RecipeError
 from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.error_rates import EditCounts, count
-from muster.evaluate.ngram import read_arpa
+from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Example, Score
+
+NGRAM_ORDER = 3
+FRAME_MULTIPLE = 32
 
 
 class SpeechCTC:
@@ -44,7 +48,6 @@ class SpeechCTC:
                 wanted.kind, wanted.characters, wanted.vocabulary_size, texts
             )
         self.assets = {"vocabulary": self.vocabulary.to_json()}
-        self._ngram = read_arpa(recipe.evaluation.ngram) if recipe.evaluation.ngram else None
 
     def build_model(self) -> nn.Module:
         wanted = self.recipe.model
@@ -95,6 +98,8 @@ class SpeechCTC:
         features, frames = self.logmel(batch["samples"], batch["lengths"], warp)
         if "bands" in batch.tensors:
             features = apply_masks(features, frames, batch["bands"], batch["stretches"])
+        if features.device.type == "cuda":  # a GPU library prepares for every new shape: have few
+            features = F.pad(features, (0, 0, 0, -features.shape[1] % FRAME_MULTIPLE))
         return batch.adding(features=features, frames=frames)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -132,11 +137,25 @@ class SpeechCTC:
                 row[:length],
                 options.beam_width,
                 pieces=self.vocabulary.pieces,
-                lm=self._ngram,
+                lm=self._language_model(),
                 lm_weight=options.ngram_weight,
+                word_bonus=options.word_bonus,
+                known_words=options.known_words,
             )
             found.append(self.vocabulary.decode(best[0][0]))
         return found
+
+    @cache  # noqa: B019 - a task lives as long as its process
+    def _language_model(self) -> NGram | None:
+        """`evaluation.ngram`: a file, or `train` for one made of the training transcripts."""
+        wanted = self.recipe.evaluation.ngram
+        if wanted is None:
+            return None
+        return (
+            build(self._read("train").texts, NGRAM_ORDER)
+            if wanted == "train"
+            else read_arpa(wanted)
+        )
 
     def _files(self, split: Split) -> list[Path]:
         data = self.recipe.data

@@ -1,0 +1,79 @@
+"""The command line: quick answers, clear errors, nothing half-made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def muster(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "muster", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+
+
+def test_help_and_a_bad_option_answer_quickly_and_import_no_torch(tmp_path):
+    code = "import sys; sys.argv = ['muster', '--help']\ntry:\n import muster.cli; muster.cli.main()\nfinally:\n assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    began = time.perf_counter()
+    assert muster("train", "--nonsense", cwd=tmp_path).returncode == 2
+    assert time.perf_counter() - began < 3.0  # half a second on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["speech", "training.learn_rate=1"], "training.learn_rate: no such key"),
+        (["speech", "training.steps=many"], "training.steps"),
+        (["speach"], "nearest is speech"),
+        (["speech", "--gpus", "none"], "--gpus"),
+        (["speech", "--gpus", "64"], "training.global_batch_size"),
+        (["speech", "data.train=nowhere"], "data.train"),
+        (["speech", "data.train=embedded:spoken-words"], "embedded:spoken-numbers"),
+        (["speech", "--strategy", "magic"], "distributed.strategy"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line_before_a_run_exists(tmp_path, arguments, words):
+    done = muster("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_recipes_are_listed_shown_and_described(tmp_path):
+    assert "speech" in muster("recipe", "list", cwd=tmp_path).stdout
+    assert "global_batch_size" in muster("recipe", "show", "speech", cwd=tmp_path).stdout
+    assert '"properties"' in muster("recipe", "schema", cwd=tmp_path).stdout
+
+
+def test_inspect_shows_every_split_of_the_embedded_corpus(tmp_path):
+    words = muster("data", "inspect", "embedded:spoken-numbers", cwd=tmp_path).stdout
+    for split in ("train", "validation", "test"):
+        assert f"{split}: " in words
+    assert "█" in words
+
+
+def test_runs_clean_and_watch_on_an_empty_folder_say_so(tmp_path):
+    assert muster("runs", cwd=tmp_path).returncode == 0
+    assert "nothing to remove" in muster("clean", "--yes", cwd=tmp_path).stdout
+    missing = muster("watch", "latest", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "no run 'latest'" in missing.stderr
+
+
+def test_transcribe_without_a_checkpoint_is_one_line(tmp_path):
+    done = muster("transcribe", "runs/latest", "a.wav", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no checkpoint at runs/latest" in done.stderr
