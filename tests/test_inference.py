@@ -15,7 +15,8 @@ from muster.errors import MusterError
 from muster.train.evaluate import evaluate
 from training import make_job, run_training
 
-CAUSAL = ["model.preset=lmu-micro-causal", "data.normalize=fixed"]
+GREEDY = ["evaluation.decoder=greedy", "evaluation.ngram=null", "evaluation.known_words=false"]
+CAUSAL = ["model.preset=lmu-micro-causal", "data.normalize=fixed", *GREEDY]
 
 
 def clips(count: int) -> list[np.ndarray]:

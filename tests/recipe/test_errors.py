@@ -81,7 +81,10 @@ def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
     [
         (["training.epochs=3"], "training: needs either steps or epochs, got both"),
         (["~training.steps"], "training: needs either steps or epochs, got neither"),
-        (["evaluation.ngram=x"], "evaluation: ngram needs the beam: set evaluation.decoder=beam"),
+        (
+            ["evaluation.decoder=greedy"],
+            "evaluation: ngram needs the beam: set evaluation.decoder=beam",
+        ),
         (["training.lr_scaling=linear"], "training: lr_scaling is 'linear' but nothing says"),
     ],
 )

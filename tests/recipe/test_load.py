@@ -40,7 +40,7 @@ def refusal(name: str, *overrides: str) -> str:
 
 def test_a_shipped_recipe_loads_by_name_and_keeps_what_its_file_says() -> None:
     recipe = load("speech")
-    assert (recipe.name, recipe.training.steps, recipe.training.lr) == ("speech", 900, 3e-3)
+    assert (recipe.name, recipe.training.steps, recipe.training.lr) == ("speech", 750, 4e-3)
 
 
 def test_every_shipped_recipe_loads_and_has_a_description() -> None:
@@ -75,7 +75,7 @@ def test_self_placed_first_lets_the_defaults_win(folder: Path) -> None:
 
 def test_a_file_may_build_on_a_shipped_recipe(folder: Path) -> None:
     write(folder, mine="defaults: [speech]\nname: mine\n")
-    assert (load("mine.yaml").name, load("mine.yaml").training.steps) == ("mine", 900)
+    assert (load("mine.yaml").name, load("mine.yaml").training.steps) == ("mine", 750)
 
 
 def test_a_file_beside_the_recipe_goes_before_a_shipped_one(folder: Path) -> None:

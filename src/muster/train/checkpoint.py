@@ -266,18 +266,17 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _explain(self, error: BaseException, folder: Path) -> CheckpointError:
+        free = shutil.disk_usage(self.root).free / 2**20
         if self.mesh.first:
             shutil.rmtree(folder, ignore_errors=True)
         words = str(error)
-        failures = getattr(
-            error, "failures", None
-        )  # torch's CheckpointException: {rank: (error, trace)}
+        failures = getattr(error, "failures", None)  # torch's CheckpointException, by rank
         if failures:
             rank, (cause, _) = next(iter(failures.items()))
             words = f"rank {rank}: {cause}"
         return CheckpointError(
-            f"the checkpoint {folder.name} could not be written to {self.root} ({words}); {self._last()}; "
-            "nothing of it was kept"
+            f"the checkpoint {folder.name} could not be written to {self.root}, where {free:.1f} MiB "
+            f"were free ({words}); {self._last()}; nothing of it was kept"
         )
 
 
