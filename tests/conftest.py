@@ -63,5 +63,5 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if not mounted:
         pytest.skip("mounting a small file system needs root")
     yield folder
-    subprocess.call(["umount", str(folder)])
+    subprocess.call(["umount", "--lazy", str(folder)])  # ranks may still hold files open
     shutil.rmtree(folder, ignore_errors=True)

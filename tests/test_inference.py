@@ -93,7 +93,7 @@ def test_the_beam_and_an_ngram_model_score_through_the_same_door(causal, tmp_pat
 
     texts = ["one two three", "half past nine", "the third of march"]
     build(texts, 2).write_arpa(tmp_path / "lm.arpa")
-    options = {"evaluation.decoder": "beam", "evaluation.ngram": str(tmp_path / "lm.arpa")}
+    options = {"decoder": "beam", "ngram": str(tmp_path / "lm.arpa")}
     recogniser = inference.load_recogniser(causal, options)
     logits = torch.randn(2, 12, recogniser.task.vocabulary.size)
     assert len(recogniser.task.decode(logits, torch.tensor([12, 7]))) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -39,19 +40,25 @@ class Recogniser:
     saved: Saved
 
 
-def load_recogniser(checkpoint: Path, overrides: dict[str, object] | None = None) -> Recogniser:
-    """From a run directory (its newest complete checkpoint) or one `step-<n>` folder."""
+def load_recogniser(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Recogniser:
+    """From a run directory (its newest complete checkpoint) or one `step-<n>` folder.
+
+    `evaluation` replaces keys of the recipe's section of that name.
+    """
     if not checkpoint.exists():
         raise MusterError(f"no checkpoint at {checkpoint}")
     saved = open_checkpoint(checkpoint)
     document = json.loads((saved.path / "recipe.json").read_text())
-    for key, value in (overrides or {}).items():
-        section, name = key.split(".")
-        document[section][name] = value
-    recipe = Recipe.model_validate(document)
+    document["evaluation"] |= evaluation or {}
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValueError as error:
+        raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
     task = SpeechCTC(recipe, json.loads((saved.path / "assets.json").read_text()))
     model = task.build_model()
-    load_model(saved, model)
+    with warnings.catch_warnings():  # torch remarks that one process loads alone, as it should
+        warnings.simplefilter("ignore", UserWarning)
+        load_model(saved, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Recogniser(task, model.to(device).eval(), device, saved)
 

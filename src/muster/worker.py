@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import hashlib
 import json
 import logging
 import os
@@ -36,7 +38,13 @@ from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
-from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint, refuse_other_recipe
+from muster.train.checkpoint import (
+    Checkpoints,
+    Saved,
+    open_checkpoint,
+    refuse_other_data,
+    refuse_other_recipe,
+)
 from muster.train.evaluate import evaluate
 from muster.train.loop import Job, train
 from muster.train.optimizer import make_optimizer
@@ -63,7 +71,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     )
     job = prepare(recipe, mesh, run)
     done = train(job)
-    split, scores, worst = _final_scores(job)
+    split, scores, worst = _final_scores(job) if done == job.steps else ("", {}, [])
     results = {}
     if mesh.first:
         if scores:
@@ -114,15 +122,18 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         recipe.distributed,
         lambda named: make_optimizer(recipe.training, named),
     )
+    data = {"samples": len(source), "lengths": hashlib.sha256(source.lengths.tobytes()).hexdigest()}
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         mesh,
         recipe.as_dict(),
-        task.assets,
+        {**task.assets, "data": data},
         keep=recipe.checkpoint.keep,
         asynchronous=recipe.checkpoint.asynchronous,
     )
     saved, passed_over = _resume_from(recipe, checkpoints)
+    if saved:
+        refuse_other_data(saved, data)
     trainer: dict[str, Any] = checkpoints.load(saved, engine) if saved else {"step": 0}
     observer = Observer(
         run.path,
@@ -193,7 +204,7 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     """This run's own newest checkpoint; in a new run, the one the recipe names, if any."""
     asked = recipe.checkpoint.resume
     saved, passed_over = checkpoints.newest()
-    if saved is None and asked not in ("auto", "never"):
+    if saved is None and asked != "auto":
         saved = open_checkpoint(Path(asked))
     if saved is not None:
         refuse_other_recipe(saved, recipe.as_dict())
@@ -295,18 +306,21 @@ def _results(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:
     """This rank's own account of its end, for the supervisor to tell."""
-    expected = isinstance(error, MusterError)
-    log.error("%s", error if expected else traceback.format_exc())
-    write_json(
-        folder / "ranks" / f"{rank}.error.json",
-        {
-            "rank": rank,
-            "time": time.time(),
-            "expected": expected,
-            "kind": type(error).__name__,
-            "message": str(error),
-        },
-    )
+    expected, message = isinstance(error, MusterError), str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        expected, message = True, f"the disk that holds {folder} is full; free some space and go on"
+    log.error("%s", message if expected else traceback.format_exc())
+    document = {
+        "rank": rank,
+        "time": time.time(),
+        "expected": expected,
+        "kind": type(error).__name__,
+        "message": message,
+    }
+    try:
+        write_json(folder / "ranks" / f"{rank}.error.json", document)
+    except OSError:
+        log.error("and the disk has no room for these words either")
 
 
 def _die_with_parent() -> None:

@@ -20,11 +20,11 @@ def without(*names: str) -> dict[str, str]:
 
 
 def test_torchrun_tells_the_place():
-    assert detect(TORCHRUN) == Place(5, 8, 1, 4, "torchrun")
+    assert detect(TORCHRUN) == Place(5, 8, 1, 4)
 
 
 def test_without_variables_the_process_is_alone():
-    assert detect({}) == Place(0, 1, 0, 1, "plain python")
+    assert detect({}) == Place(0, 1, 0, 1)
     assert detect({"PATH": "/bin", "LOCAL_RANK": "3"}).world == 1
 
 

@@ -188,3 +188,25 @@ def test_each_rank_has_a_log_with_its_prefix(undisturbed):
     for rank in range(2):
         words = (undisturbed.path / "ranks" / f"{rank}.log").read_text()
         assert f"[Rank {rank}] Distributed Training Initialized: Rank: {rank}/2" in words
+
+
+def test_a_run_refuses_another_recipe_and_keeps_its_own(undisturbed):
+    before = (undisturbed.path / "recipe.yaml").read_text()
+    folder = undisturbed.path.parent.parent
+    done = muster("train", "runs/latest", "seed=7", "--gpus", "2", folder=folder, check=False)
+    assert done.returncode == 2
+    assert "seed=42" in done.stderr
+    assert (undisturbed.path / "recipe.yaml").read_text() == before
+
+
+def test_eval_scores_a_checkpoint_with_either_decoder(undisturbed):
+    folder = undisturbed.path.parent.parent
+    for decoder in ("greedy", "beam"):
+        done = muster(
+            "eval", "runs/latest", "--decoder", decoder, "--split", "validation", folder=folder
+        )
+        assert "validation: WER" in done.stdout
+    refused = muster(
+        "eval", "runs/latest", "--decoder", "greedy", "--ngram", "x", folder=folder, check=False
+    )
+    assert "--ngram needs" in refused.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +89,17 @@ def train_until_stopped(mesh, folder: str) -> int:
     done = train(job)
     job.observer.close()
     return done
+
+
+def losses_in(mesh, folder: str, precision: str) -> list[float]:
+    job = make_job(mesh, folder, ["training.steps=3", f"training.precision={precision}"])
+    train(job)
+    job.observer.close()
+    return [line["loss"] for line in read_lines(Path(folder) / "metrics.jsonl")]
+
+
+def test_bf16_trains_close_to_fp32(ranks, tmp_path):
+    exact = ranks(1)(losses_in, str(tmp_path / "fp32"), "fp32")[0]
+    rough = ranks(1)(losses_in, str(tmp_path / "bf16"), "bf16")[0]
+    assert rough != exact
+    assert rough == pytest.approx(exact, rel=0.02)  # bf16 keeps eight bits

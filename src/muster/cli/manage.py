@@ -41,7 +41,7 @@ def _suggest(name: str, state: str) -> None:
     muster = program()
     commands = [
         (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?"),
-        (f"{muster} eval {name} --decoder beam", "score it again, with a wider search"),
+        (f"{muster} eval {name} --decoder greedy", "its worst mistakes, without a language model"),
         (f"{muster} train speech --gpus 2", "the same recipe on two ranks: the same losses"),
     ]
     if state == "stopped":

@@ -55,6 +55,8 @@ def train(
     found = inventory.detect()
     ranks = _ranks(resolved, gpus, found)
     _check_before_launch(resolved, ranks)
+    if existing:
+        _check_same_maths(existing, resolved)
     run = existing or runs.create(Path(resolved.logging.dir), resolved.name, {})
     _write_recipe(run, resolved)
     (run.path / STOP_FILE).unlink(missing_ok=True)
@@ -117,6 +119,14 @@ def _check_before_launch(recipe: Recipe, ranks: int) -> None:
     for key, spec in (("data.validation", recipe.data.validation), ("data.test", recipe.data.test)):
         if spec:
             corpus.files(spec, key, "validation" if key.endswith("validation") else "test")
+
+
+def _check_same_maths(run: Run, recipe: Recipe) -> None:
+    """A run goes on only with the maths it began with; asked before its recipe is replaced."""
+    from muster.train.checkpoint import open_checkpoint, refuse_other_recipe, step_folders
+
+    if step_folders(run.path / "checkpoints"):
+        refuse_other_recipe(open_checkpoint(run.path), recipe.as_dict())
 
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:

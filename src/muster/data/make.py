@@ -107,24 +107,24 @@ def make(folder: Path, out: Path, split: Split, shard_mb: float) -> list[Path]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"cannot make the folder {out} ({error.strerror})") from None
-    written = []
-    for number, shard in enumerate(shards):
-        target = out / f"{split}-{number:05d}-of-{len(shards):05d}.parquet"
-        temporary = target.with_suffix(".partial")
-        records = [
-            {
-                "audio": {"bytes": path.read_bytes(), "path": path.name},
-                "text": text,
-                "duration": length,
-            }
-            for path, text, length in shard
-        ]
-        pq.write_table(
-            pa.Table.from_pylist(records, SCHEMA), temporary, row_group_size=ROWS_PER_GROUP
-        )
-        temporary.rename(target)
-        written.append(target)
-    return written
+    names = [f"{split}-{n:05d}-of-{len(shards):05d}" for n in range(len(shards))]
+    partial = [out / f"{name}.partial" for name in names]
+    try:
+        for path, shard in zip(partial, shards, strict=True):
+            _write_shard(path, shard)
+    except OSError as error:
+        for path in partial:
+            path.unlink(missing_ok=True)
+        raise DataError(f"could not write to {out} ({error}); nothing was kept") from None
+    return [path.rename(path.with_suffix(".parquet")) for path in partial]
+
+
+def _write_shard(target: Path, shard: list[tuple[Path, str, float]]) -> None:
+    records = [
+        {"audio": {"bytes": clip.read_bytes(), "path": clip.name}, "text": text, "duration": length}
+        for clip, text, length in shard
+    ]
+    pq.write_table(pa.Table.from_pylist(records, SCHEMA), target, row_group_size=ROWS_PER_GROUP)
 
 
 def _shards(

@@ -85,7 +85,7 @@ class SpeechSource:
     def _decode(self, row: Row) -> audio.Samples:
         rate = self.limits.sample_rate
         samples = audio.decode(self.files.clip(row), rate)
-        if len(samples) < 0.5 * row.seconds * rate:  # an MP3 cut short decodes without complaint
+        if len(samples) < 0.9 * row.seconds * rate:  # an MP3 cut short decodes without complaint
             held = len(samples) / rate
             raise DataError(f"the header promises {row.seconds:.2f} s, the clip holds {held:.2f} s")
         return samples

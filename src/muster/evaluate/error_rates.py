@@ -6,13 +6,9 @@ forty), so every rank counts, the counts are summed, and only the sum is divided
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 
 import jiwer
-import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -49,33 +45,6 @@ class EditCounts:
         """Edits per reference character, spaces between words included."""
         return self.char_edits / max(self.chars, 1)
 
-    @property
-    def exact_share(self) -> float:
-        """Share of clips without any error."""
-        return self.exact_clips / max(self.clips, 1)
-
-    def to_tensor(self, device: torch.device | str = "cpu") -> Tensor:
-        """[fields] float64, exact up to 2**53: sum it over ranks and read it back."""
-        return torch.tensor(astuple(self), dtype=torch.float64, device=device)
-
-    @classmethod
-    def from_tensor(cls, counts: Tensor) -> EditCounts:
-        if counts.dtype != torch.float64 or counts.shape != (len(fields(cls)),):
-            raise ValueError(
-                f"expected float64 [{len(fields(cls))}], got {counts.dtype} {list(counts.shape)}"
-            )
-        return cls(*(round(value) for value in counts.tolist()))
-
-
-@dataclass(frozen=True)
-class Clip:
-    """One transcribed clip in a table of errors; `row` is its place among the pairs given."""
-
-    row: int
-    reference: str
-    hypothesis: str
-    counts: EditCounts
-
 
 def count(reference: str, hypothesis: str) -> EditCounts:
     """The edits of one clip. How much white space stands between words does not matter."""
@@ -93,21 +62,4 @@ def count(reference: str, hypothesis: str) -> EditCounts:
         chars=chars,
         char_edits=by_char.substitutions + by_char.deletions + by_char.insertions,
         clips=1,
-    )
-
-
-def count_all(pairs: Iterable[tuple[str, str]]) -> EditCounts:
-    """The counts of many (reference, hypothesis) pairs, added."""
-    return sum((count(*pair) for pair in pairs), EditCounts())
-
-
-def worst(pairs: Iterable[tuple[str, str]], n: int) -> list[Clip]:
-    """The `n` clips with most word edits, then most character edits, then first come.
-
-    Clips without errors never appear, so the list may be shorter.
-    """
-    clips = (Clip(row, *pair, count(*pair)) for row, pair in enumerate(pairs))
-    wrong = (clip for clip in clips if not clip.counts.exact_clips)
-    return heapq.nlargest(
-        n, wrong, key=lambda c: (c.counts.word_edits, c.counts.char_edits, -c.row)
     )

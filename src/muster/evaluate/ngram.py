@@ -13,10 +13,10 @@ import re
 import sys
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from muster.errors import DataError
 
@@ -68,6 +68,14 @@ class NGram:
     def vocabulary(self) -> list[str]:
         """Every word that can be predicted: all but `<s>`."""
         return [words[0] for words in self.entries if len(words) == 1 and words[0] != START]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"order": self.order, "entries": [[*e, *words] for words, e in self.entries.items()]}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> NGram:
+        entries = {tuple(words): (p, backoff) for p, backoff, *words in saved["entries"]}
+        return cls(saved["order"], entries)
 
     def write_arpa(self, path: str | Path) -> None:
         """An ARPA file, compressed when the name ends in .gz. Appears whole or not at all."""

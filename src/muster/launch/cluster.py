@@ -17,7 +17,6 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    started_by: str = "plain python"
 
 
 class ClusterEnvironment(Protocol):
@@ -54,11 +53,7 @@ class Torchrun:
                     f"{rank}={values[rank]} does not exist with {world}={values[world]}"
                 )
         return Place(
-            values["RANK"],
-            values["WORLD_SIZE"],
-            values["LOCAL_RANK"],
-            values["LOCAL_WORLD_SIZE"],
-            "torchrun",
+            values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]
         )
 
 

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -36,7 +37,8 @@ def start(run: Run, ranks: int) -> subprocess.Popen[bytes]:
             start_new_session=True,
             env={**os.environ, **threads(ranks)},
         )
-    run.own(process.pid)
+    while run.info().get("pid") != process.pid and process.poll() is None:
+        time.sleep(0.02)  # until it answers for the run, so that nobody takes the run for dead
     return process
 
 
@@ -51,7 +53,7 @@ def supervise(run: Run, ranks: int) -> int:
     """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
     run.own()
     recipe = from_resolved(run.path / "recipe.yaml")
-    restarts = 0
+    restarts = in_vain = newest = 0
     while True:
         clear_errors(run.path)
         run.update(state="running", ranks=ranks, restarts=restarts)
@@ -59,8 +61,10 @@ def supervise(run: Run, ranks: int) -> int:
         if failure is None:
             return 0
         killed = failure["signal"] is not None
-        if killed and restarts < recipe.distributed.max_restarts:
-            restarts += 1
+        reached = max((step for step in _complete_steps(run.path)), default=0)
+        in_vain, newest = (0 if reached > newest else in_vain), reached
+        if killed and in_vain < recipe.distributed.max_restarts:
+            restarts, in_vain = restarts + 1, in_vain + 1
             _note(
                 run, "restarting", rank=failure["rank"], signal=failure["signal"], attempt=restarts
             )
@@ -106,6 +110,11 @@ def first_failure(folder: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
         return {"rank": error["rank"], "exit_code": 1, "signal": None, "error": error}
     rank, code = next(iter(exit_codes.items()))
     return {"rank": rank, "exit_code": code, "signal": killed.get(rank), "error": None}
+
+
+def _complete_steps(folder: Path) -> Iterator[int]:
+    for manifest in (folder / "checkpoints").glob("step-*/manifest.json"):
+        yield int(manifest.parent.name.removeprefix("step-"))
 
 
 def clear_errors(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 RankTimes = tuple[float, float, float, float, int, int]
 """One rank's step: seconds computing, waiting for others, waiting for data, in all; cells filled, cells."""
@@ -19,7 +19,6 @@ class Balance:
     total: float = 0.0
     filled: int = 0
     cells: int = 0
-    compute_by_rank: list[float] = field(default_factory=list)
 
     def add(self, ranks: list[RankTimes]) -> None:
         """The same step as each rank lived it."""
@@ -32,8 +31,6 @@ class Balance:
         self.total += sum(times[3] for times in ranks)
         self.filled += sum(times[4] for times in ranks)
         self.cells += sum(times[5] for times in ranks)
-        old = self.compute_by_rank or [0.0] * len(ranks)
-        self.compute_by_rank = [a + b for a, b in zip(old, compute, strict=True)]
 
     def summary(self) -> dict[str, float]:
         """`slowest_over_mean` is 1 when all ranks compute equally long in every step."""

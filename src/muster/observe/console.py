@@ -71,9 +71,15 @@ def follow(folder: Path, state: Callable[[], str], console: Console) -> str:
 
 def step_words(line: dict[str, Any]) -> str:
     return (
-        f"loss {line['loss']:.4f}  grad {line['grad_norm']:.3f}  lr {line['lr']:.2e}  "
+        f"loss {_number(line['loss'], '.4f')}  grad {_number(line['grad_norm'], '.3f')}  "
+        f"lr {line['lr']:.2e}  "
         f"{line['samples_per_s']:.1f} samples/s"
     )
+
+
+def _number(value: float | None, form: str) -> str:
+    """A skipped step has no finite loss; the file says null."""
+    return "not finite" if value is None else format(value, form)
 
 
 def event_words(event: dict[str, Any]) -> str | None:
@@ -165,8 +171,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_column("what", style="bold")
     table.add_column("value", overflow="fold")
     if results["scores"]:
-        unseen = {"test": "unseen voices (test)"}.get(results["scored"], results["scored"])
-        table.add_row(unseen, score_words(results["scores"]))
+        table.add_row(f"unseen {results['scored']} data", score_words(results["scores"]))
     speed = f"{rates['samples_per_s']:.1f} clips/s"
     if "audio_s_per_s" in rates:
         speed += f", {rates['audio_s_per_s']:.0f} × real time"

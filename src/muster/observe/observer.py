@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,8 @@ class StepRecord:
         line = {
             "step": self.step,
             "epoch": self.epoch,
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
+            "loss": _finite(self.loss),
+            "grad_norm": _finite(self.grad_norm),
             "lr": self.lr,
             "samples": self.samples,
             "samples_per_s": self.samples / self.step_time_s,
@@ -67,6 +68,11 @@ class StepRecord:
             self.filled,
             self.cells,
         )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN: null stands for a number that is none."""
+    return value if math.isfinite(value) else None
 
 
 def memory_gib() -> float:
@@ -101,6 +107,8 @@ class Observer:
             self._metrics.flush()
         if self._board:
             for name in ("loss", "grad_norm", "lr", "samples_per_s"):
+                if line[name] is None:
+                    continue
                 self._board.add_scalar(f"train/{name}", line[name], record.step)
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))

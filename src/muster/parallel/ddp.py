@@ -18,7 +18,10 @@ class GradientClock:
         self.ready: Moment | None = None
 
 
-def sum_gradients(clock: GradientClock, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def sum_gradients(
+    clock: GradientClock,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: sum, not average.
 
     The loss is already divided by the units of the whole global batch, so the gradients of the

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from muster.errors import LaunchError
 from muster.parallel.layout import Layout
 
 Backend = Literal["auto", "nccl", "gloo"]
@@ -67,7 +68,12 @@ def bind_device(local_rank: int) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; "
+            "start as many ranks as there are GPUs"
+        )
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 
@@ -91,7 +97,7 @@ def join(
     device = bind_device(local_rank)
     limit = datetime.timedelta(seconds=timeout_s)
     if store is None and layout.world == 1:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(
         backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
     )

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -80,8 +81,10 @@ class Data(Section):
     )
     audio_column: str | None = Field(None, description="Default: found by name and type.")
     text_column: str | None = Field(None, description="Default: text, sentence, transcription …")
-    sample_rate: Positive = Field(16000, description="Hz; other rates are resampled.")
-    mels: Positive = Field(80, description="Mel channels of the features.")
+    sample_rate: Annotated[int, Field(ge=4000)] = Field(
+        16000, description="Hz; other rates are resampled."
+    )
+    mels: Annotated[int, Field(ge=8)] = Field(80, description="Mel channels of the features.")
     normalize: Literal["clip", "fixed"] = Field(
         "clip",
         description="`clip`: mean and variance of each clip; `fixed`: one constant, needed for streaming.",
@@ -150,7 +153,7 @@ class Training(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         0.01, description="On matrices only; biases and norms are left alone."
     )
-    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's two averages.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.98), description="AdamW's two averages.")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's epsilon.")
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         1.0, description="Clip the global gradient norm to this; `null` measures without clipping."
@@ -202,7 +205,7 @@ class Distributed(Section):
     )
     max_restarts: Count = Field(
         3,
-        description="How often a run whose rank was killed starts again from its last checkpoint.",
+        description="How often in a row, without a new checkpoint, a run whose rank was killed starts again.",
     )
 
 
@@ -211,7 +214,7 @@ class Checkpoint(Section):
     keep: Positive = Field(3, description="Newest complete checkpoints kept.")
     resume: str = Field(
         "auto",
-        description="`auto`: the newest complete checkpoint of this run; `never`; or a checkpoint or run "
+        description="`auto`: the newest complete checkpoint of this run; or, for a new run, a checkpoint or run "
         "folder to start from.",
     )
     asynchronous: bool = Field(True, description="Write in the background while training goes on.")
@@ -256,7 +259,9 @@ class Evaluation(Section):
 class Logging(Section):
     dir: str = Field("runs", description="Where run directories are made.")
     tensorboard: bool = Field(True, description="Also write TensorBoard events.")
-    every_steps: Positive = Field(10, description="How often buffered metrics are written out.")
+    every_steps: Positive = Field(
+        10, description="How often ranks exchange their times, for the balance figures."
+    )
 
 
 class Recipe(Section):

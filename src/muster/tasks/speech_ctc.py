@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,10 @@ class SpeechCTC:
             self.vocabulary = build_vocabulary(
                 wanted.kind, wanted.characters, wanted.vocabulary_size, texts
             )
+        self.language_model = self._language_model((assets or {}).get("ngram"))
         self.assets = {"vocabulary": self.vocabulary.to_json()}
+        if recipe.evaluation.ngram == "train" and self.language_model is not None:
+            self.assets["ngram"] = self.language_model.to_json()
 
     def build_model(self) -> nn.Module:
         wanted = self.recipe.model
@@ -60,7 +62,7 @@ class SpeechCTC:
                 dropout=wanted.dropout,
             )
         except ValueError as error:
-            raise RecipeError(f"model: {error}") from None
+            raise RecipeError(f"model.preset: {error}") from None
 
     def source(self, split: Split) -> SpeechSource | None:
         if split not in self._sources:
@@ -137,25 +139,23 @@ class SpeechCTC:
                 row[:length],
                 options.beam_width,
                 pieces=self.vocabulary.pieces,
-                lm=self._language_model(),
+                lm=self.language_model,
                 lm_weight=options.ngram_weight,
                 word_bonus=options.word_bonus,
                 known_words=options.known_words,
             )
-            found.append(self.vocabulary.decode(best[0][0]))
+            found.append(" ".join(self.vocabulary.decode(best[0][0]).split()))
         return found
 
-    @cache  # noqa: B019 - a task lives as long as its process
-    def _language_model(self) -> NGram | None:
-        """`evaluation.ngram`: a file, or `train` for one made of the training transcripts."""
+    def _language_model(self, saved: dict[str, Any] | None) -> NGram | None:
+        """`evaluation.ngram`: a file, or `train`: made of the training transcripts, once, and kept
+        with the checkpoint so that using it takes no training data."""
         wanted = self.recipe.evaluation.ngram
         if wanted is None:
             return None
-        return (
-            build(self._read("train").texts, NGRAM_ORDER)
-            if wanted == "train"
-            else read_arpa(wanted)
-        )
+        if wanted != "train":
+            return read_arpa(wanted)
+        return NGram.from_json(saved) if saved else build(self._read("train").texts, NGRAM_ORDER)
 
     def _files(self, split: Split) -> list[Path]:
         data = self.recipe.data

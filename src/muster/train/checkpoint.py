@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_leaves
 
@@ -133,10 +134,10 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def newest(self, root: Path | None = None) -> tuple[Saved | None, list[str]]:
+    def newest(self) -> tuple[Saved | None, list[str]]:
         """The newest complete checkpoint and, in words, those passed over. The same on all ranks."""
         passed: list[str] = []
-        for folder in step_folders(root or self.root):
+        for folder in step_folders(self.root):
             problem = None
             try:
                 manifest = read_manifest(folder)
@@ -234,10 +235,12 @@ class Checkpoints:
                 self._write_manifest(
                     folder, {k: v for files in told for k, v in files.items()}, trainer
                 )
-                self._prune()
+                self._prune(trainer["step"])
             self.last_saved = trainer["step"]
-        except BaseException as error:
+        except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
+        except BaseException as error:  # not the disk's fault: keep its own words and trace
+            self._error = error
 
     def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
@@ -258,16 +261,20 @@ class Checkpoints:
             os.fsync(file.fileno())
         os.replace(temporary, folder / MANIFEST)
 
-    def _prune(self) -> None:
-        """Keep the newest `keep` complete checkpoints. Manifests go first: half-deleted is incomplete."""
+    def _prune(self, step: int) -> None:
+        """Keep the newest `keep` complete checkpoints up to `step`; a later one can only be damaged,
+        or this run would have started from it. Manifests go first: half-deleted is incomplete."""
         complete = [f for f in step_folders(self.root) if (f / MANIFEST).is_file()]
-        for folder in complete[self.keep :]:
-            (folder / MANIFEST).unlink()
-            shutil.rmtree(folder, ignore_errors=True)
+        for folder in [f for f in complete if step_of(f) <= step][self.keep :]:
+            try:
+                (folder / MANIFEST).unlink()
+                shutil.rmtree(folder)
+            except OSError as error:
+                log.warning("could not remove the old checkpoint %s (%s)", folder, error)
 
     def _explain(self, error: BaseException, folder: Path) -> CheckpointError:
-        free = shutil.disk_usage(self.root).free / 2**20
-        if self.mesh.first:
+        free = shutil.disk_usage(self.root).free / 2**20 if self.root.exists() else 0.0
+        if self.mesh.first and not (folder / MANIFEST).exists():
             shutil.rmtree(folder, ignore_errors=True)
         words = str(error)
         failures = getattr(error, "failures", None)  # torch's CheckpointException, by rank
@@ -291,6 +298,8 @@ MUST_MATCH = (
     "model.norm",
     "data.train",
     "data.max_parquet_files",
+    "data.audio_column",
+    "data.text_column",
     "data.sample_rate",
     "data.mels",
     "data.normalize",
@@ -313,8 +322,18 @@ def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
         if before != now:
             raise CheckpointError(
                 f"{saved.path} was trained with {key}={before!r}, but this recipe has {key}={now!r}; "
-                "use the same value, or start afresh with checkpoint.resume=never"
+                "use the same value, or start a new run: muster train RECIPE"
             )
+
+
+def refuse_other_data(saved: Saved, data: dict[str, Any]) -> None:
+    """The place in the data is a step number: it means something only in the very same data."""
+    theirs = json.loads((saved.path / "assets.json").read_text()).get("data", data)
+    if theirs != data:
+        raise CheckpointError(
+            f"{saved.path} was trained on {theirs['samples']} clips, and data.train now holds "
+            f"{data['samples']} with other lengths; restore the data, or start a new run"
+        )
 
 
 def _get(document: dict[str, Any], key: str) -> Any:

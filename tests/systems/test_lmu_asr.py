@@ -1,0 +1,53 @@
+"""The commands of systems/lmu-asr/README.md, as printed, on CPU ranks and cut short."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SYSTEM = Path(__file__).parents[2] / "systems" / "lmu-asr"
+SHORT = ["training.steps=3", "training.warmup_steps=1", "data.max_parquet_files=1"]
+SHORT += ["evaluation.every_steps=null", "evaluation.final=false"]
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "batch"),
+    [
+        ("python scripts/train.py", 1, 16),
+        ("torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, 32),
+        ("python scripts/train_distributed.py distributed.devices=2", 2, 32),
+    ],
+)
+def test_the_commands_of_the_guide_train(tmp_path, command, ranks, batch):
+    program, *rest = command.split()
+    starter = {
+        "python": [sys.executable],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    }[program]
+    done = subprocess.run(
+        [*starter, *rest, *SHORT, f"logging.dir={tmp_path}"],
+        cwd=SYSTEM,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished: 3 steps" in done.stdout
+    results = json.loads((tmp_path / "latest" / "training_results.json").read_text())
+    assert (results["world_size"], results["global_batch_size"]) == (ranks, batch)
+    assert (tmp_path / "latest" / "checkpoints" / "step-3" / "manifest.json").exists()
+
+
+def test_the_learning_rate_follows_the_batch_as_the_guide_says():
+    from muster.recipe.load import load
+    from muster.train.optimizer import peak_lr
+
+    config = str(SYSTEM / "configs" / "multi_gpu.yaml")
+    assert peak_lr(load(config).training) == pytest.approx(2e-3)
+    assert peak_lr(load(config, ["training.batch_size=64"]).training) == pytest.approx(4e-3)
