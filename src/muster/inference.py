@@ -69,6 +69,8 @@ def transcribe(recogniser: Recogniser, files: list[Path]) -> Iterator[tuple[Path
     task, rate = recogniser.task, recogniser.task.recipe.data.sample_rate
     clips = []
     for path in files:
+        if not path.is_file():
+            raise MusterError(f"{path}: no such file")
         try:
             clips.append(audio.decode(path, rate))
         except MusterError as error:
@@ -142,6 +144,6 @@ def score(recogniser: Recogniser, split: Split) -> Evaluation:
     result = evaluate(recogniser.task, recogniser.model, split, mesh, batch_size, nullcontext)
     if result is None:
         raise MusterError(
-            f"{recogniser.task.recipe.data.train} has no {split} split; name one with data.{split}"
+            f"{recogniser.task.recipe.data.train} has no {split} split; `muster data make FOLDER {recogniser.task.recipe.data.train} --split {split}` adds one"
         )
     return result

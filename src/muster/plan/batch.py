@@ -42,6 +42,6 @@ def solve(training: Training, data_ranks: int) -> BatchSizes:
         raise RecipeError(
             f"training.global_batch_size: {total} is not per_device_batch_size {per_device} × "
             f"gradient_accumulation_steps {solved} × {data_ranks} ranks (= {per_device * slots}); "
-            f"set training.per_device_batch_size={needed}, or leave one of the three auto"
+            f"set training.per_device_batch_size={needed}, or leave one of the two auto"
         )
     return BatchSizes(total, needed, solved, data_ranks)
