@@ -104,7 +104,8 @@ class DepthwiseConv(nn.Module):
         super().__init__()
         self.kernel = kernel
         self.pad = (kernel - 1, 0) if causal else (kernel // 2, kernel // 2)
-        self.weight = nn.Parameter(torch.empty(channels, 1, 1, kernel))
+        weight = torch.empty(channels, 1, 1, kernel)  # laid out as its gradient comes
+        self.weight = nn.Parameter(weight.to(memory_format=torch.channels_last))
         self.bias = nn.Parameter(torch.empty(channels))
         self.reset_parameters()
 
