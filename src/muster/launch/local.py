@@ -61,7 +61,7 @@ def supervise(run: Run, ranks: int) -> int:
         if failure is None:
             return 0
         killed = failure["signal"] is not None
-        reached = max((step for step in _complete_steps(run.path)), default=0)
+        reached = max(_complete_steps(run.path), default=0)
         in_vain, newest = (0 if reached > newest else in_vain), reached
         if killed and in_vain < recipe.distributed.max_restarts:
             restarts, in_vain = restarts + 1, in_vain + 1
