@@ -76,7 +76,7 @@ def scored(mesh, folder: str) -> tuple[dict[str, float], list[tuple[int, str]]]:
 
     job = make_job(mesh, folder, ["training.steps=60", "training.warmup_steps=5", *CAUSAL])
     assert job.start == 60
-    result = evaluate(job.task, job.engine.bare, "test", mesh, 16, nullcontext)
+    result = evaluate(job.task, job.engine, "test", mesh, 16, nullcontext)
     return result.scores, [(e.id, e.hypothesis) for e in result.worst]
 
 

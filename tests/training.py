@@ -41,4 +41,4 @@ def run_training(mesh: Mesh, folder: str, overrides: list[str]) -> list[dict[str
 
 
 def weights(job: Job) -> torch.Tensor:
-    return torch.cat([p.detach().flatten() for p in job.engine.bare.parameters()])
+    return torch.cat([p.detach().flatten() for part in job.engine.parts for p in part.parameters()])

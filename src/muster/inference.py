@@ -1,4 +1,4 @@
-"""Using a checkpoint in one process: transcribing files or a live pipe, scoring a split."""
+"""Using a checkpoint in one process: scoring a split, transcribing files or a live pipe."""
 
 from __future__ import annotations
 
@@ -22,25 +22,35 @@ from muster.errors import MusterError
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
+from muster.tasks import build_task
+from muster.tasks.base import Task
 from muster.tasks.speech_ctc import SpeechCTC
 from muster.train.checkpoint import Saved, load_model, open_checkpoint
-from muster.train.evaluate import Evaluation, evaluate
+from muster.train.evaluate import Alone, Evaluation, evaluate
 
 CHUNK_S = 0.1
 BATCH = 16
 
 
 @dataclass(frozen=True)
-class Recogniser:
-    """A trained model with everything needed to turn audio into text."""
+class Trained:
+    """A trained model of any task, ready for use."""
 
-    task: SpeechCTC
+    task: Task
     model: nn.Module
     device: torch.device
     saved: Saved
+    recipe: Recipe
 
 
-def load_recogniser(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Recogniser:
+@dataclass(frozen=True)
+class Recogniser(Trained):
+    """One that turns audio into text."""
+
+    task: SpeechCTC
+
+
+def load_trained(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Trained:
     """From a run directory (its newest complete checkpoint) or one `step-<n>` folder.
 
     `evaluation` replaces keys of the recipe's section of that name.
@@ -54,13 +64,22 @@ def load_recogniser(checkpoint: Path, evaluation: dict[str, object] | None = Non
         recipe = Recipe.model_validate(document)
     except ValueError as error:
         raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
-    task = SpeechCTC(recipe, json.loads((saved.path / "assets.json").read_text()))
+    task = build_task(recipe, json.loads((saved.path / "assets.json").read_text()))
     model = task.build_model()
     with warnings.catch_warnings():  # torch remarks that one process loads alone, as it should
         warnings.simplefilter("ignore", UserWarning)
         load_model(saved, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Recogniser(task, model.to(device).eval(), device, saved)
+    return Trained(task, model.to(device).eval(), device, saved, recipe)
+
+
+def load_recogniser(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Recogniser:
+    found = load_trained(checkpoint, evaluation)
+    if not isinstance(found.task, SpeechCTC):
+        raise MusterError(
+            f"{found.saved.path} is of task {found.recipe.task}; transcribing needs speech-ctc"
+        )
+    return Recogniser(found.task, found.model, found.device, found.saved, found.recipe)
 
 
 @torch.no_grad()
@@ -137,13 +156,25 @@ def stream(recogniser: Recogniser, pipe: BinaryIO) -> Iterator[str]:
             text = now
 
 
-def score(recogniser: Recogniser, split: Split) -> Evaluation:
-    """The score of a split of the checkpoint's own data, in this one process."""
-    mesh = Mesh(0, 0, Layout(), recogniser.device, None)
-    batch_size = recogniser.task.recipe.evaluation.batch_size
-    result = evaluate(recogniser.task, recogniser.model, split, mesh, batch_size, nullcontext)
-    if result is None:
-        raise MusterError(
-            f"{recogniser.task.recipe.data.train} has no {split} split; `muster data make FOLDER {recogniser.task.recipe.data.train} --split {split}` adds one"
+def score(trained: Trained, split: Split | None = None) -> Evaluation:
+    """The score of a split of the checkpoint's own data, in this one process.
+
+    By default the test data, else validation.
+    """
+    mesh = Mesh(0, 0, Layout(), trained.device, None)
+    splits: tuple[Split, ...] = (split,) if split else ("test", "validation")
+    for wanted in splits:
+        result = evaluate(
+            trained.task,
+            Alone(trained.model),
+            wanted,
+            mesh,
+            trained.recipe.evaluation.batch_size,
+            nullcontext,
         )
-    return result
+        if result is not None:
+            return result
+    cure = "name some as data.test or data.validation in the recipe"
+    if trained.recipe.task == "speech-ctc":
+        cure = f"`muster data make FOLDER {trained.recipe.data.train} --split {splits[0]}` adds one"
+    raise MusterError(f"{trained.recipe.data.train} has no {' or '.join(splits)} split; {cure}")

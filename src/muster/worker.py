@@ -23,7 +23,7 @@ from muster import __version__, runs
 from muster.data.batches import BatchPlan
 from muster.data.corpus import Split
 from muster.data.loader import Loader, Source
-from muster.errors import DataError, MusterError
+from muster.errors import DataError, MusterError, RecipeError
 from muster.launch import cluster
 from muster.launch.cluster import Place
 from muster.observe.logs import log_to_file
@@ -31,9 +31,12 @@ from muster.observe.observer import Observer
 from muster.observe.results import read_lines, summarise_metrics, write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.apply import apply
-from muster.parallel.layout import layout_for
+from muster.parallel.deepspeed_config import config_for
+from muster.parallel.layout import Layout, layout_for, strategy_name
 from muster.parallel.mesh import Mesh
+from muster.parallel.pipeline import microbatches
 from muster.plan.batch import BatchSizes, solve
+from muster.plan.strategy import choose_layout, parameter_count
 from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
@@ -58,10 +61,14 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
 
     Rank 0 gets the results, the others an empty dictionary.
     """
-    layout = layout_for(recipe.distributed.strategy, place.world)
-    layout.check_world(place.world)
     options = recipe.distributed
-    mesh = meshes.join(place.rank, place.local_rank, layout, options.backend, options.timeout_s)
+    mesh = meshes.join(
+        place.rank,
+        place.local_rank,
+        Layout(replicate=place.world),
+        options.backend,
+        options.timeout_s,
+    )
     run = _shared(run, mesh)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
@@ -99,9 +106,11 @@ def _shared(run: runs.Run | None, mesh: Mesh) -> runs.Run:
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
     """Everything built, the newest checkpoint loaded, ready for the first step."""
-    sizes = solve(recipe.training, mesh.layout.data_ranks)
     precision = resolve_precision(recipe.training.precision, mesh.device)
+    layout_for(recipe.distributed, mesh.world)  # refused before any data is read
     task, source = _open_data(recipe, mesh)
+    mesh = mesh.arranged(choose_layout(recipe, task, mesh))
+    sizes = solve(recipe.training, mesh.layout.data_ranks)
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     loader = Loader(
@@ -110,16 +119,23 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         task.collate,
         rank=mesh.data_rank,
         ranks=mesh.layout.data_ranks,
-        accumulation=sizes.accumulation,
+        accumulation=sizes.accumulation * _flow(recipe, mesh.layout, sizes),
         workers=_data_workers(recipe, mesh),
         prefetch=recipe.data.prefetch,
         pin=mesh.device.type == "cuda",
     )
     torch.manual_seed(recipe.seed)
+    solved = _with_sizes(recipe, sizes)
+    if mesh.layout.zero and mesh.first:
+        write_json(
+            run.path / "deepspeed.json",
+            config_for(solved, mesh.layout.zero, mesh.world, precision),
+        )
     engine = apply(
-        task.build_model(),
+        task,
         mesh,
-        recipe.distributed,
+        solved,
+        precision,
         lambda named: make_optimizer(recipe.training, named),
     )
     data = {"samples": len(source), "lengths": hashlib.sha256(source.lengths.tobytes()).hexdigest()}
@@ -142,8 +158,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         tensorboard=recipe.logging.tensorboard,
         start=trainer["step"],
     )
-    parameters = sum(p.numel() for p in engine.bare.parameters())
-    _describe(run, mesh, sizes, plan, steps, precision, parameters)
+    _describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
     if saved or passed_over:
         observer.event(
             "resumed", step=trainer["step"], path=str(saved and saved.path), passed_over=passed_over
@@ -167,6 +182,15 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
     )
 
 
+def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
+    """The recipe with the batch sizes that were left open filled in."""
+    found = {
+        "per_device_batch_size": sizes.per_device,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=found)})
+
+
 def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Source]:
     """Rank 0 of each machine looks first and leaves the index of durations for the others."""
     task: Task | None = None
@@ -187,6 +211,22 @@ def _look(recipe: Recipe) -> Task:
     for split in ("train", "validation", "test"):
         task.source(split)
     return task
+
+
+def _flow(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> int:
+    """Pieces of each micro-batch that flow through a pipeline; without one, 1."""
+    if layout.pipeline == 1:
+        return 1
+    options = recipe.distributed.pipeline_options
+    pieces = microbatches(options, layout.pipeline, sizes.per_device)
+    needed = pieces * sizes.accumulation * sizes.data_ranks
+    if needed > sizes.global_batch:
+        raise RecipeError(
+            f"training.global_batch_size: {sizes.global_batch} cannot feed {sizes.data_ranks} data "
+            f"rank(s) × {sizes.accumulation} accumulation step(s) × {pieces} pipeline micro-batches; "
+            f"raise it to at least {needed}, or lower distributed.pipeline_options.microbatches"
+        )
+    return pieces
 
 
 def _data_workers(recipe: Recipe, mesh: Mesh) -> int:
@@ -230,7 +270,7 @@ def _describe(
     write_json(
         run.path / "plan.json",
         {
-            "strategy": "ddp" if mesh.world > 1 else "single",
+            "strategy": strategy_name(mesh.layout),
             "layout": vars(mesh.layout),
             "global_batch_size": sizes.global_batch,
             "per_device_batch_size": sizes.per_device,
@@ -275,7 +315,7 @@ def _final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
     for split in splits:
         result = evaluate(
             job.task,
-            job.engine.bare,
+            job.engine,
             split,
             job.mesh,
             job.recipe.evaluation.batch_size,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.models.norm import MaskedBatchNorm, valid_frames
+from muster.models.norm import BatchNorm2d, MaskedBatchNorm, valid_frames
 
 
 def pair(channels: int) -> tuple[MaskedBatchNorm, nn.BatchNorm1d]:
@@ -107,3 +107,55 @@ def test_without_sync_the_ranks_disagree(ranks):
     halves = ranks(2)(half_on_each_rank, False)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(torch.cat([half[0] for half in halves]), whole[0])
+
+
+def test_on_one_rank_images_get_torchs_batch_norm():
+    ours, theirs = BatchNorm2d(3).double(), nn.BatchNorm2d(3).double()
+    with torch.no_grad():
+        theirs.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+        theirs.bias.copy_(torch.tensor([-1.0, 0.0, 1.0]))
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(2):
+        x = 3 * torch.randn(4, 3, 5, 6, dtype=torch.float64) + 2
+        torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_a_single_value_per_channel_trains_to_the_bias():
+    norm = BatchNorm2d(3).double()
+    with torch.no_grad():
+        norm.bias.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    x = torch.randn(1, 3, 1, 1, dtype=torch.float64)
+    torch.testing.assert_close(norm(x).flatten(), norm.bias)
+    assert norm.running_var.isfinite().all()
+
+
+def one_image_step(images: slice, sync: bool, layout: torch.memory_format) -> tuple[Tensor, ...]:
+    """Output, gradients and state for some images of one fixed batch, of torch's norm or ours."""
+    torch.manual_seed(0)
+    x = (2 * torch.randn(6, 3, 4, 5, dtype=torch.float64) + 1)[images]
+    x = x.to(memory_format=layout).requires_grad_()
+    target = torch.randn(6, 3, 4, 5, dtype=torch.float64)[images]
+    norm = (BatchNorm2d(3) if sync else nn.BatchNorm2d(3)).double()
+    out = norm(x)
+    (out * target).square().sum().backward()
+    tensors = (out, x.grad, norm.weight.grad, norm.bias.grad, *norm.buffers())
+    return tuple(t.detach() for t in tensors)
+
+
+def uneven_images(mesh: object, layout: torch.memory_format) -> tuple[Tensor, ...]:
+    first = torch.distributed.get_rank() == 0
+    return one_image_step(slice(0, 2) if first else slice(2, 6), True, layout)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_two_ranks_normalise_images_as_one_process_with_torchs_norm(ranks, layout):
+    whole = one_image_step(slice(0, 6), False, layout)
+    parts = ranks(2)(uneven_images, layout)
+    for i in (0, 1):
+        torch.testing.assert_close(torch.cat([part[i] for part in parts]), whole[i])
+    for i in (2, 3):
+        torch.testing.assert_close(parts[0][i] + parts[1][i], whole[i])
+    for part in parts:
+        torch.testing.assert_close(part[4:], whole[4:])

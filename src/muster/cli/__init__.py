@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from muster.cli import data, manage, recipe, train, use
+from muster.cli import check, data, export, manage, recipe, train, use
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
 
@@ -23,6 +23,9 @@ app.command()(manage.stop)
 app.command()(manage.clean)
 app.command("eval")(use.evaluate)
 app.command()(use.transcribe)
+app.command()(use.generate)
+app.command()(export.export)
+app.command()(check.check)
 app.add_typer(data.app, name="data")
 app.add_typer(recipe.app, name="recipe")
 

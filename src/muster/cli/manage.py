@@ -33,17 +33,34 @@ def show_until_end(run: Run) -> None:
         console.print(f"{run.name} was interrupted; go on: {muster} train {name}", soft_wrap=True)
     elif results:
         console.print(results_table(results, name))
-        _suggest(name, state)
+        _suggest(run, state)
     raise typer.Exit(info.get("exit_code") or (0 if state in ("finished", "stopped") else 1))
 
 
-def _suggest(name: str, state: str) -> None:
-    muster = program()
-    commands = [
-        (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?"),
-        (f"{muster} eval {name} --decoder greedy", "its worst mistakes, without a language model"),
-        (f"{muster} train speech --gpus 2", "the same recipe on two ranks: the same losses"),
-    ]
+def _suggest(run: Run, state: str) -> None:
+    from muster.recipe.load import from_resolved
+
+    name, muster = shown(run), program()
+    recipe = from_resolved(run.path / "recipe.yaml")
+    again = f"{muster} train {recipe.name} --gpus 2"
+    commands = {
+        "speech-ctc": [
+            (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?"),
+            (
+                f"{muster} eval {name} --decoder greedy",
+                "its worst mistakes, without a language model",
+            ),
+            (again, "the same recipe on two ranks: the same losses"),
+        ],
+        "causal-lm": [
+            (f'{muster} generate {name} "def main("', "how does it go on?"),
+            (f"{again} --strategy fsdp", "the model in shards on two ranks: the same losses"),
+        ],
+        "image-classification": [
+            (f"{muster} eval {name}", "which images does it mistake?"),
+            (again, "the same recipe on two ranks"),
+        ],
+    }[recipe.task]
     if state == "stopped":
         commands[0] = (f"{muster} train {name}", "go on from where it stopped")
     console.print("[bold]next:[/]")

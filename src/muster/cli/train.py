@@ -37,6 +37,16 @@ def train(
     strategy: Annotated[
         str | None, typer.Option(help="Short for distributed.strategy=NAME.")
     ] = None,
+    deepspeed_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--deepspeed_config",
+            "--deepspeed-config",
+            metavar="FILE",
+            help="A ready DeepSpeed JSON, checked against the recipe; its stage is the strategy.",
+            show_default=False,
+        ),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and return at once.")
     ] = False,
@@ -50,6 +60,8 @@ def train(
     changes = list(overrides or [])
     if strategy:
         changes.append(f"distributed.strategy={strategy}")
+    if deepspeed_config:
+        changes += _deepspeed(deepspeed_config, given=[strategy or "", *changes])
     existing = _existing_run(recipe)
     resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
     found = inventory.detect()
@@ -67,6 +79,17 @@ def train(
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
     show_until_end(run)
+
+
+def _deepspeed(path: Path, given: list[str]) -> list[str]:
+    """The file, and the strategy it means where none is asked for."""
+    from muster.parallel.deepspeed_config import read
+
+    changes = [f"distributed.deepspeed.config={path.resolve()}"]
+    stage = read(path).get("zero_optimization", {}).get("stage")
+    if stage in (1, 2, 3) and not any("zero" in word or "strategy" in word for word in given):
+        changes.append(f"distributed.strategy=zero{stage}")
+    return changes
 
 
 def _existing_run(text: str) -> Run | None:
@@ -112,13 +135,12 @@ def _devices(found: Inventory, ranks: int) -> str:
 def _check_before_launch(recipe: Recipe, ranks: int) -> None:
     """What can be known to fail is refused before a run directory exists."""
     from muster.data import corpus
+    from muster.parallel.layout import layout_for
     from muster.plan.batch import solve
 
-    solve(recipe.training, ranks)
-    corpus.files(recipe.data.train, "data.train", "train", recipe.data.max_parquet_files)
-    for key, spec in (("data.validation", recipe.data.validation), ("data.test", recipe.data.test)):
-        if spec:
-            corpus.files(spec, key, "validation" if key.endswith("validation") else "test")
+    data = recipe.data
+    solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
+    corpus.check(recipe.task, data.train, data.validation, data.test)
 
 
 def _check_same_maths(run: Run, recipe: Recipe) -> None:

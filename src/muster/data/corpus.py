@@ -1,16 +1,22 @@
 """Which files a recipe's `data.train`, `data.validation` and `data.test` mean.
 
-A corpus is a parquet file, a folder of them (searched through), a glob, or `embedded:NAME`, which
-ships inside the package. Splits are found the way Hugging Face lays them out: a file or a folder
+A corpus is a file, a folder of files (searched through), a glob, or `embedded:NAME`, which is at
+hand wherever muster is. Splits are found the way Hugging Face lays them out: a file or a folder
 named after the split (`train-00000-of-00005.parquet`, `default/test/0000.parquet`). The name of the
 corpus itself says nothing: naming a folder `test-data` does not make all of it test data.
+
+Which files count depends on what the task reads: parquet always, plain text and JSON lines for
+language, MNIST's IDX files for images.
 """
 
 from __future__ import annotations
 
 import difflib
 import glob
+import hashlib
+import os
 import re
+import sysconfig
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -18,7 +24,22 @@ from typing import Literal
 from muster.errors import DataError
 
 Split = Literal["train", "validation", "test"]
+Content = Literal["speech", "text", "images"]
 EMBEDDED = "embedded:"
+PYTHON_SOURCE = "embedded:python-source"
+DIGITS = "embedded:digits"  # made by a library in memory: it has no files
+CONTENT: dict[str, Content] = {
+    "speech-ctc": "speech",
+    "causal-lm": "text",
+    "image-classification": "images",
+}
+ENDINGS: dict[Content, tuple[str, ...]] = {
+    "speech": (".parquet",),
+    "text": (".parquet", ".jsonl", ".txt"),
+    "images": (".parquet", "-ubyte", "-ubyte.gz"),
+}
+ONE_IN = 20  # Python sources is for validation
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -27,6 +48,7 @@ _SPLIT_WORDS = {
     "val": "validation",
     "dev": "validation",
     "test": "test",
+    "t10k": "test",
 }
 
 
@@ -42,21 +64,24 @@ def split_of(path: Path) -> str | None:
     return None
 
 
-def embedded_folder(name: str) -> Path:
+def embedded_folder(name: str, content: Content = "speech") -> Path:
     root = Path(str(resources.files("muster"))) / "corpora"
-    known = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("_"))
-    if name not in known:
-        nearest = difflib.get_close_matches(name, known, n=1)
-        hint = f"; nearest is {EMBEDDED}{nearest[0]}" if nearest else ""
-        raise DataError(f"no embedded corpus {name!r}{hint}; there are: {', '.join(known)}")
-    return root / name
+    shipped = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("_"))
+    if content == "speech" and name in shipped:
+        return root / name
+    made = {"speech": None, "text": PYTHON_SOURCE, "images": DIGITS}[content]
+    known = shipped if made is None else [made.removeprefix(EMBEDDED)]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    hint = f"; nearest is {EMBEDDED}{nearest[0]}" if nearest else ""
+    raise DataError(f"no embedded corpus {name!r}{hint}; there are: {', '.join(known)}")
 
 
-def files(spec: str, key: str, split: Split, max_files: int | None = None) -> list[Path]:
-    """The parquet files of `spec`. `key` is the recipe key it came from, for the error."""
-    found, folder = _all_files(spec, key)
-    if folder:
-        splits = {f: split_of(f.relative_to(folder)) for f in found}
+def files(
+    spec: str, key: str, split: Split, max_files: int | None = None, content: Content = "speech"
+) -> list[Path]:
+    """The files of `spec`. `key` is the recipe key it came from, for the error."""
+    found, splits = _all_files(spec, key, content)
+    if splits:
         of_split = [f for f in found if splits[f] == split]
         unmarked = [f for f in found if splits[f] is None]
         if not of_split and not unmarked:
@@ -68,33 +93,61 @@ def files(spec: str, key: str, split: Split, max_files: int | None = None) -> li
     return found[:max_files]
 
 
-def sibling_split(spec: str, split: Split) -> list[Path]:
+def sibling_split(spec: str, split: Split, content: Content = "speech") -> list[Path]:
     """Files of another split in the same corpus, or nothing."""
-    found, folder = _all_files(spec, "data.train")
-    return [f for f in found if folder and split_of(f.relative_to(folder)) == split]
+    found, splits = _all_files(spec, "data.train", content)
+    return [f for f in found if splits.get(f) == split]
 
 
-def _all_files(spec: str, key: str) -> tuple[list[Path], Path | None]:
-    """Every parquet file of `spec`, sorted, and the folder to pick splits from where it is one."""
-    if spec.startswith(EMBEDDED):
-        folder = embedded_folder(spec.removeprefix(EMBEDDED))
-        return sorted(folder.glob("*.parquet")), folder
+def check(task: str, train: str, validation: str | None, test: str | None) -> None:
+    """Every corpus a recipe names exists, in a form that its task reads."""
+    content = CONTENT[task]
+    files(train, "data.train", "train", None, content)
+    if validation:
+        files(validation, "data.validation", "validation", None, content)
+    if test:
+        files(test, "data.test", "test", None, content)
+
+
+def standard_library() -> tuple[list[Path], dict[Path, str | None]]:
+    """The running Python's own sources without its tests, dealt into splits by their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    splits: dict[Path, str | None] = {}
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(set(inner) - _NOT_SOURCE)
+        for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
+            digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+            validation = int.from_bytes(digest, "big") % ONE_IN == 0
+            splits[path] = "validation" if validation else "train"
+    return list(splits), splits
+
+
+def _all_files(spec: str, key: str, content: Content) -> tuple[list[Path], dict[Path, str | None]]:
+    """Every file of `spec`, sorted, and their splits where `spec` is a place to pick them from."""
+    endings, what = ENDINGS[content], " or ".join(ENDINGS[content])
+    if spec == PYTHON_SOURCE and content == "text":
+        return standard_library()
+    if spec == DIGITS and content == "images":
+        return [], {}
     path = Path(spec).expanduser()
+    if spec.startswith(EMBEDDED):
+        path = embedded_folder(spec.removeprefix(EMBEDDED), content)
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*.parquet") if not _hidden(p, path))
+        inside = (p for p in path.rglob("*") if p.name.endswith(endings) and p.is_file())
+        found = sorted(p for p in inside if not _hidden(p, path))
         if not found:
-            raise DataError(
-                f"{key}: no .parquet file in the folder {spec}; `muster data make AUDIO_FOLDER {spec}` "
-                "writes some from audio files"
-            )
-        return found, path
+            cure = "name another folder"
+            if content == "speech":
+                cure = f"`muster data make AUDIO_FOLDER {spec}` writes some from audio files"
+            raise DataError(f"{key}: no {what} file in the folder {spec}; {cure}")
+        return found, {f: split_of(f.relative_to(path)) for f in found}
     if path.is_file():
-        return [path], None
-    found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if p.endswith(".parquet"))
+        return [path], {}
+    found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if p.endswith(endings))
     if not found:
-        what = "matches no .parquet file" if glob.has_magic(spec) else "does not exist"
-        raise DataError(f"{key}: {spec} {what}")
-    return found, None
+        problem = f"matches no {what} file" if glob.has_magic(spec) else "does not exist"
+        raise DataError(f"{key}: {spec} {problem}")
+    return found, {}
 
 
 def _hidden(path: Path, root: Path) -> bool:

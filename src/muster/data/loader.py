@@ -19,6 +19,8 @@ from torch import Tensor
 
 from muster.data.batches import BatchPlan, cut
 
+IGNORE = -100  # a target that does not count
+
 
 class Source(Protocol):
     """Indexed samples, each with a length that stands for its cost."""
@@ -49,11 +51,29 @@ class Batch:
     def adding(self, **tensors: Tensor) -> Batch:
         return replace(self, tensors=self.tensors | tensors)
 
+    def padded(self, rows: int) -> Batch:
+        """As many rows as asked for, the last one repeated with targets that do not count."""
+        missing = rows - len(self.ids)
+        if missing <= 0:
+            return self
+        more = {k: t[-1:].expand(missing, *t.shape[1:]) for k, t in self.tensors.items()}
+        more["targets"] = torch.full_like(more["targets"], IGNORE)
+        return replace(self, tensors={k: torch.cat([t, more[k]]) for k, t in self.tensors.items()})
+
     def pinned(self) -> Batch:
         return replace(self, tensors={k: t.pin_memory() for k, t in self.tensors.items()})
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is called with: `args` enter at the first layer, `shared` are tensors that every
+    layer may look at. All of them have the batch as their first dimension."""
+
+    args: tuple[Any, ...]
+    shared: dict[str, Tensor] = field(default_factory=dict)
 
 
 Collate = Callable[[Sequence[Any], int], Batch]  # samples, epoch → batch

@@ -68,12 +68,12 @@ def find_columns(
 ) -> tuple[str, str]:
     """The audio and the text column, by the recipe's word or by name and type."""
     return (
-        _pick(path, schema, audio_column, AUDIO_NAMES, _holds_audio, "audio"),
-        _pick(path, schema, text_column, TEXT_NAMES, _holds_text, "text"),
+        pick_column(path, schema, audio_column, AUDIO_NAMES, _holds_audio, "audio"),
+        pick_column(path, schema, text_column, TEXT_NAMES, holds_text, "text"),
     )
 
 
-def _pick(
+def pick_column(
     path: Path, schema: pa.Schema, asked: str | None, names: Sequence[str], fits: Any, what: str
 ) -> str:
     key = f"data.{what}_column"
@@ -95,14 +95,14 @@ def _pick(
 def _holds_audio(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
         return any(kind.field(i).name in ("bytes", "path") for i in range(kind.num_fields))
-    return _is_binary(kind) or _holds_text(kind)
+    return is_binary(kind) or holds_text(kind)
 
 
-def _is_binary(kind: pa.DataType) -> bool:
+def is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _holds_text(kind: pa.DataType) -> bool:
+def holds_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
@@ -138,7 +138,7 @@ class AudioFiles:
             find_columns(path, reader.schema_arrow, audio_column, text_column)
             for path, reader in zip(self.paths, self._readers, strict=True)
         ]
-        self._groups = [_group_starts(reader) for reader in self._readers]
+        self._groups = [group_starts(reader) for reader in self._readers]
         self._cache: OrderedDict[tuple[int, int], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
         self.rows = [row for number in range(len(self.paths)) for row in self._index(number)]
@@ -178,11 +178,11 @@ class AudioFiles:
         texts: list[str | None] = []
         for group in range(self._readers[file].num_row_groups):
             texts += self._read(file, group, text_column).to_pylist()
-        spans = _load_index(path, audio_column)
+        spans = load_index(path, audio_column)
         if spans is None:
             spans, lasting = self._measure(file)
             if lasting:
-                _save_index(path, audio_column, spans)
+                save_index(path, audio_column, spans)
         return [
             Row(file, i, text or "", span or 0.0, problem)
             for i, (text, (span, problem)) in enumerate(zip(texts, spans, strict=True))
@@ -218,7 +218,7 @@ class AudioFiles:
         return spans, lasting
 
 
-def _group_starts(reader: pq.ParquetFile) -> list[int]:
+def group_starts(reader: pq.ParquetFile) -> list[int]:
     starts, total = [], 0
     for group in range(reader.num_row_groups):
         starts.append(total)
@@ -248,7 +248,7 @@ def _stamp(path: Path, column: str) -> dict[str, Any]:
     }
 
 
-def _load_index(path: Path, column: str) -> list[tuple[float | None, str | None]] | None:
+def load_index(path: Path, column: str) -> list[tuple[float | None, str | None]] | None:
     for place in _index_places(path):
         try:
             document = json.loads(place.read_text())
@@ -259,7 +259,7 @@ def _load_index(path: Path, column: str) -> list[tuple[float | None, str | None]
     return None
 
 
-def _save_index(path: Path, column: str, spans: list[tuple[float | None, str | None]]) -> None:
+def save_index(path: Path, column: str, spans: list[tuple[float | None, str | None]]) -> None:
     for place in _index_places(path):
         temporary = place.with_name(f".{place.name}.{os.getpid()}")
         try:

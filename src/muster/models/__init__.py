@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
 from muster.models.ctc import LMUCTC, LMUCTCConfig
+from muster.models.decoder import Decoder, DecoderConfig
 from muster.models.guide import Guide, GuideConfig
+from muster.models.resnet import MnistNet, MnistNetConfig, ResNet, ResNetConfig
+
+Config = LMUCTCConfig | GuideConfig | DecoderConfig | ResNetConfig | MnistNetConfig
+
+MODELS: dict[type, Callable[[Any], nn.Module]] = {
+    LMUCTCConfig: LMUCTC,
+    GuideConfig: Guide,
+    DecoderConfig: Decoder,
+    ResNetConfig: ResNet,
+    MnistNetConfig: MnistNet,
+}
 
 MICRO = LMUCTCConfig(
     width=128, blocks=4, channels=16, order=8, theta_frames=48, kernel=9, ff_mult=3
@@ -25,17 +39,63 @@ def _causal(config: LMUCTCConfig) -> LMUCTCConfig:
     )
 
 
-PRESETS: dict[str, LMUCTCConfig | GuideConfig] = {
+def _gpt(layers: int, width: int, heads: int, positions: int = 1024) -> DecoderConfig:
+    return DecoderConfig(50257, layers, width, heads, hidden=4 * width, positions=positions)
+
+
+def _llama(
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    hidden: int,
+    *,
+    vocab: int = 32000,
+    positions: int = 4096,
+    rope_theta: float = 10_000.0,
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab,
+        layers,
+        width,
+        heads,
+        hidden,
+        kv_heads=kv_heads,
+        positions=positions,
+        position="rotary",
+        norm="rms",
+        activation="swiglu",
+        bias=False,
+        qkv_bias=False,
+        tied=False,
+        rope_theta=rope_theta,
+    )
+
+
+PRESETS: dict[str, Config] = {
     "lmu-micro": MICRO,
     "lmu-micro-causal": _causal(MICRO),
     "lmu-7m": SEVEN_M,
     "lmu-7m-causal": _causal(SEVEN_M),
     "lmu-guide": GuideConfig(),
+    "gpt2-micro": _gpt(4, 128, 4),
+    "gpt2": _gpt(12, 768, 12),
+    "gpt2-xl": _gpt(48, 1600, 25),
+    "llama-micro": _llama(4, 128, 4, 2, 352),
+    "llama-1b": _llama(22, 2048, 32, 4, 5632, positions=2048),
+    "llama-7b": _llama(32, 4096, 32, 32, 11008),
+    "llama-3-8b": _llama(
+        32, 4096, 32, 8, 14336, vocab=128256, positions=8192, rope_theta=500_000.0
+    ),
+    "llama-70b": _llama(80, 8192, 64, 8, 28672),
+    "mnist-net": MnistNetConfig(),
+    "resnet-18": ResNetConfig(18),
+    "resnet-50": ResNetConfig(50),
 }
 
 
-def build(preset: str, vocab: int, **overrides: object) -> nn.Module:
-    """The preset's model for a vocabulary, any field of its config replaced by name."""
+def configure(preset: str, **overrides: object) -> Config:
+    """The preset's config, any of its fields replaced by name."""
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -45,5 +105,13 @@ def build(preset: str, vocab: int, **overrides: object) -> nn.Module:
     for name in overrides:
         if name not in known:
             raise ValueError(f"{preset} has no field {name!r}; it has {', '.join(known)}")
-    config = dataclasses.replace(config, vocab=vocab, **overrides)  # type: ignore[arg-type]
-    return LMUCTC(config) if isinstance(config, LMUCTCConfig) else Guide(config)
+    return dataclasses.replace(config, **overrides)  # type: ignore[arg-type]
+
+
+def build(preset: str, vocab: int | None = None, **overrides: object) -> nn.Module:
+    """The preset's model, any field of its config replaced by name. Models of images have no
+    `vocab`; they have `classes`."""
+    if vocab is not None:
+        overrides["vocab"] = vocab
+    config = configure(preset, **overrides)
+    return MODELS[type(config)](config)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from muster.models.lmu import LMUMemory
 from muster.models.norm import NormKind, make_norm, valid_frames
+from muster.models.plan import ParallelPlan
 
 SUBSAMPLING = 4
 
@@ -196,9 +197,9 @@ class Block(nn.Module):
 
 
 class LMUCTC(nn.Module):
-    """See the module. `block_classes` names what repeats, for whoever shards or checkpoints it."""
+    """See the module."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (Block,)
+    plan: ClassVar[ParallelPlan] = ParallelPlan(blocks=(Block.__name__,))
 
     def __init__(self, config: LMUCTCConfig) -> None:
         super().__init__()

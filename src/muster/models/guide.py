@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from muster.models.lmu import Form, LMUMemory, legendre
 from muster.models.norm import NormKind, make_norm, valid_frames
+from muster.models.plan import ParallelPlan
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class GuideBlock(nn.Module):
 class Guide(nn.Module):
     """features [batch, time, mel], lengths [batch] → logits [batch, time, vocab], lengths."""
 
-    block_classes: ClassVar[tuple[type[nn.Module], ...]] = (GuideBlock,)
+    plan: ClassVar[ParallelPlan] = ParallelPlan(blocks=(GuideBlock.__name__,))
 
     def __init__(self, config: GuideConfig) -> None:
         super().__init__()

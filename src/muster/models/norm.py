@@ -1,4 +1,4 @@
-"""Normalisations of [batch, time, channels] that know which frames are real."""
+"""Normalisations of [batch, time, channels] that know which frames are real, and one of images."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 NormKind = Literal["layer", "batch"]
@@ -78,9 +79,9 @@ class MaskedBatchNorm(nn.Module):
             centred = centred.masked_fill(~mask[..., None], 0.0)
             count = mask.sum().to(x.dtype)
         else:
-            count = x.new_tensor(x.shape[0] * x.shape[1])
+            count = x.new_full((), x.shape[0] * x.shape[1])
         sums = torch.cat([centred.sum((0, 1)), centred.square().sum((0, 1)), count[None]])
-        if self.sync and dist.is_available() and dist.is_initialized():
+        if self._spans_ranks():
             sums = _SumOverRanks.apply(sums, self.process_group)
         total, squares, count = sums[: self.channels], sums[self.channels : -1], sums[-1]
         count = count.clamp(min=1)
@@ -89,6 +90,10 @@ class MaskedBatchNorm(nn.Module):
         self._track(shift + offset, var, count)
         return shift + offset, var
 
+    def _spans_ranks(self) -> bool:
+        joined = self.sync and dist.is_available() and dist.is_initialized()
+        return joined and dist.get_world_size(self.process_group) > 1
+
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         """Running statistics, the variance unbiased, as torch's BatchNorm keeps them."""
@@ -96,6 +101,34 @@ class MaskedBatchNorm(nn.Module):
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
         self.num_batches_tracked += 1
+
+
+class BatchNorm2d(MaskedBatchNorm):
+    """The same over every pixel of [batch, channels, height, width].
+
+    torch's own kernel is faster and serves where one rank's statistics are all there is.
+    """
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            raise ValueError("BatchNorm2d takes no mask: every pixel of an image is real")
+        one_value = x.numel() == self.channels  # which torch's kernel refuses to train on
+        if self.training and (one_value or self._spans_ranks()):
+            pixels = x.flatten(2).transpose(1, 2)
+            return super().forward(pixels).transpose(1, 2).reshape(x.shape)
+        if self.training:
+            self.num_batches_tracked += 1
+        kind = self.running_mean.dtype
+        return F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight.to(kind),
+            self.bias.to(kind),
+            self.training,
+            self.momentum,
+            self.eps,
+        )
 
 
 def make_norm(kind: NormKind, width: int) -> FrameLayerNorm | MaskedBatchNorm:

@@ -97,8 +97,15 @@ def event_words(event: dict[str, Any]) -> str | None:
 
 
 def score_words(scores: dict[str, float]) -> str:
-    rates = [f"{name.upper()} {scores[name]:.2%}" for name in ("wer", "cer") if name in scores]
-    return ", ".join(rates)
+    """The rates of whatever task it was, in the order of how much they say."""
+    forms = {
+        "wer": "WER {:.2%}",
+        "cer": "CER {:.2%}",
+        "accuracy": "accuracy {:.2%}",
+        "perplexity": "perplexity {:.3f}",
+        "bits_per_byte": "{:.3f} bits per byte",
+    }
+    return ", ".join(form.format(scores[name]) for name, form in forms.items() if name in scores)
 
 
 class _Bar:
@@ -172,9 +179,11 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_column("value", overflow="fold")
     if results["scores"]:
         table.add_row(f"unseen {results['scored']} data", score_words(results["scores"]))
-    speed = f"{rates['samples_per_s']:.1f} clips/s"
+    speed = f"{rates['samples_per_s']:.1f} samples/s"
     if "audio_s_per_s" in rates:
-        speed += f", {rates['audio_s_per_s']:.0f} × real time"
+        speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"
+    if "tokens_per_s" in rates:
+        speed += f", {rates['tokens_per_s']:.0f} tokens/s"
     table.add_row("throughput", speed)
     table.add_row(
         "ranks",

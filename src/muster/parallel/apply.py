@@ -2,35 +2,86 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
+import torch
 from torch import nn
 
-from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
-from muster.parallel.ddp import GradientClock, replicate
-from muster.parallel.engine import Engine, MakeOptimizer, TorchEngine
+from muster.models.plan import ParallelPlan
+from muster.parallel import fsdp, pipeline, tensor
+from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
+from muster.parallel.ddp import replicate
+from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
+from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.recipe.schema import Distributed
+from muster.recipe.schema import Recipe
 
 
 def apply(
-    model: nn.Module, mesh: Mesh, options: Distributed, make_optimizer: MakeOptimizer
+    builder: Builder,
+    mesh: Mesh,
+    recipe: Recipe,
+    precision: str,
+    make_optimizer: MakeOptimizer,
 ) -> Engine:
-    """Move to the device, then replicate. Later techniques take their place in this list."""
-    layout = mesh.layout
-    if layout.world != layout.replicate:
-        raise RecipeError(f"distributed.strategy: {layout} is not supported; this version has ddp")
-    _synchronise_norms(model, options.sync_batchnorm)
-    model.to(mesh.device)
-    wrapped: nn.Module = model
-    clock: GradientClock | None = None
-    if layout.replicate > 1:
-        wrapped, clock = replicate(
-            model,
+    """tensor → activation checkpointing → compile → shard → weights → replicate."""
+    layout, options = mesh.layout, recipe.distributed
+    if layout.zero:
+        from muster.parallel import deepspeed
+
+        return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
+    weights = builder.weights()
+    parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
+    host = options.fsdp.cpu_offload and layout.world > layout.replicate
+    for part in parts:
+        if weights is None:
+            part.to(mesh.device)
+        if layout.tensor > 1:
+            assert mesh.axes is not None
+            tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options)
+        blocks = find_blocks(part, plan.blocks, "model.preset")
+        checkpoint_activations(blocks, recipe.training.activation_checkpointing)
+        if recipe.training.compile:
+            compile_blocks(blocks)
+        if layout.data_ranks > 1 and not layout.plain:
+            fsdp.shard(part, mesh, plan, options.fsdp, precision)
+        if weights is not None:
+            materialise(part, weights, torch.device("cpu") if host else mesh.device)
+    optimizer = make_optimizer(named for part in parts for named in part.named_parameters())
+    split_loss = layout.tensor > 1 and options.tensor_options.loss_parallel
+    if layout.pipeline > 1:
+        return pipeline.PipelineEngine(
+            parts,
+            optimizer,
             mesh,
-            bucket_mb=options.bucket_mb,
-            find_unused_parameters=options.find_unused_parameters,
+            plan,
+            options.pipeline_options,
+            split_loss=split_loss,
+            sequence_parallel=options.tensor_options.sequence_parallel,
         )
-    return TorchEngine(wrapped, model, make_optimizer(model.named_parameters()), clock)
+    if layout.plain and layout.world > 1:
+        module, clock = replicate(parts[0], mesh, options.ddp)
+        return TorchEngine(module, parts, optimizer, layout, clock=clock)
+    return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss)
+
+
+def _build(
+    builder: Builder, mesh: Mesh, recipe: Recipe, on_meta: bool
+) -> tuple[list[nn.Module], ParallelPlan]:
+    """The model, or this rank's stages of it, and how it may be split."""
+    layout, options = mesh.layout, recipe.distributed.pipeline_options
+    with torch.device("meta") if on_meta or layout.pipeline > 1 else nullcontext():
+        model = builder.build_model()
+        plan: ParallelPlan = model.plan  # type: ignore[assignment]
+        each = pipeline.stages_per_rank(options)
+        layout.check_model(plan, f"model {recipe.model.preset}", each)
+        if layout.pipeline == 1:
+            _synchronise_norms(model, recipe.distributed.sync_batchnorm)
+            return [model], plan
+        cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
+        mine = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
+        return [builder.build_part(start, stop) for start, stop in mine], plan
 
 
 def _synchronise_norms(model: nn.Module, sync: bool) -> None:

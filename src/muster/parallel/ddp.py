@@ -7,14 +7,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.parallel.mesh import Mesh
 from muster.parallel.timing import Moment
+from muster.recipe.schema import DDP
 
 
 class GradientClock:
     """When this rank had its last gradients ready: what follows until the backward pass returns is
     time spent on the others."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device, self.dtype = device, dtype
         self.ready: Moment | None = None
 
 
@@ -28,21 +29,27 @@ def sum_gradients(
     ranks add up to the gradient of that batch. DDP's own average would divide a second time.
     """
     clock.ready = Moment(clock.device)
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    whole: Tensor = bucket.buffer()
+    if clock.dtype is None:
+        work = dist.all_reduce(whole, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    work = dist.all_reduce(whole.to(clock.dtype), async_op=True)
+    return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
 
 
 def replicate(
-    model: nn.Module, mesh: Mesh, *, bucket_mb: float, find_unused_parameters: bool
+    model: nn.Module, mesh: Mesh, options: DDP
 ) -> tuple[DistributedDataParallel, GradientClock]:
     on_gpu = mesh.device.type == "cuda"
     wrapped = DistributedDataParallel(
         model,
         device_ids=[mesh.device.index] if on_gpu else None,
-        bucket_cap_mb=bucket_mb,
-        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=options.bucket_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
         gradient_as_bucket_view=True,
     )
-    clock = GradientClock(mesh.device)
+    dtypes = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    clock = GradientClock(mesh.device, dtypes[options.compression])
     wrapped.register_comm_hook(clock, sum_gradients)
     return wrapped, clock

@@ -1,30 +1,64 @@
-"""What the loop needs of a strategy: micro-steps, a gradient norm, a step, and its state."""
+"""What the loop needs of a strategy: a global batch's gradients, their norm, a step, its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from muster.data.loader import Batch, Inputs
+from muster.models.weights import Weights
+from muster.parallel import state
 from muster.parallel.ddp import GradientClock
+from muster.parallel.gradients import global_norm, local_gradients
+from muster.parallel.layout import Layout
 from muster.parallel.timing import Moment
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
+@dataclass(frozen=True)
+class Work:
+    """What to compute for one micro-batch. `loss` is a sum; `scale` is what it is multiplied by."""
+
+    prepare: Callable[[Batch], Batch]
+    inputs: Callable[[Batch], Inputs]
+    loss: Callable[[Any, Batch], Tensor]
+    autocast: Callable[[], AbstractContextManager[Any]]
+    scale: float = 1.0
+
+
+class Builder(Protocol):
+    """Who can build the model: a task."""
+
+    def build_model(self) -> nn.Module: ...
+    def build_part(self, start: int, stop: int) -> nn.Module: ...
+    def weights(self) -> Weights | None: ...
+
+
 class Engine(Protocol):
     """A model spread over ranks, and how to train it."""
 
-    module: nn.Module  # call this in the loss
-    bare: nn.Module  # the same weights without wrappers, for evaluation
+    parts: list[nn.Module]  # what this rank holds of the model, without wrappers
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]: ...
-    def backward(self, loss: Tensor) -> None: ...
+    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+        """Forward and backward of every micro-batch; gradients travel with the last. Returns the
+        losses, or nothing on a rank that does not see them."""
+        ...
+
+    def forward(self, inputs: Inputs) -> Any:
+        """The model's output, whole; None on a rank that does not see it."""
+        ...
+
     def clip_(self, max_norm: float | None, scale: float = 1.0) -> float: ...
     def step(self, lr: float) -> None: ...
     def zero_grad(self) -> None: ...
@@ -34,33 +68,61 @@ class Engine(Protocol):
 
 
 class TorchEngine:
-    """Strategies that are plain torch: one module, one optimizer, gradients in `.grad`."""
+    """Strategies that are plain torch: one optimizer, gradients in `.grad`."""
+
+    tied: Sequence[nn.Parameter] = ()  # parameters that a second stage of a pipeline holds too
 
     def __init__(
-        self, module: nn.Module, bare: nn.Module, optimizer: Optimizer, clock: GradientClock | None
+        self,
+        module: nn.Module,
+        parts: list[nn.Module],
+        optimizer: Optimizer,
+        layout: Layout,
+        *,
+        clock: GradientClock | None = None,
+        split_loss: bool = False,
     ) -> None:
-        self.module, self.bare, self.optimizer, self._clock = module, bare, optimizer, clock
+        self.module, self.parts, self.optimizer, self.layout = module, parts, optimizer, layout
+        self._clock, self._split_loss = clock, split_loss
 
-    def micro_step(self, last: bool) -> AbstractContextManager[Any]:
+    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+        losses = []
+        for i, batch in enumerate(batches):
+            with self._micro_step(last=i == len(batches) - 1), self._loss_context():
+                prepared = work.prepare(batch)
+                with work.autocast():
+                    inputs = work.inputs(prepared)
+                    loss = work.loss(self.module(*inputs.args, **inputs.shared), prepared)
+                (loss * work.scale).backward()
+            losses.append(whole(loss.detach()))
+        return losses
+
+    def _micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients stay at home until the last micro-step of an optimizer step."""
-        if self._clock is None or last:
-            return nullcontext()
-        return self.module.no_sync()  # type: ignore[operator,no-any-return]
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        elif isinstance(self.module, DistributedDataParallel) and not last:
+            return self.module.no_sync()
+        return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+    def _loss_context(self) -> AbstractContextManager[Any]:
+        return loss_parallel() if self._split_loss else nullcontext()
+
+    def forward(self, inputs: Inputs) -> Any:
+        return whole(self.parts[0](*inputs.args, **inputs.shared))
 
     def clip_(self, max_norm: float | None, scale: float = 1.0) -> float:
         """The norm of the whole gradient; clips in place. `scale` is what the loss was multiplied by."""
-        grads = [p.grad for p in self.bare.parameters() if p.grad is not None]
-        if scale != 1.0:
-            torch._foreach_mul_(grads, 1.0 / scale)
-        norm = torch.nn.utils.get_total_norm(grads)
+        parameters = (p for part in self.parts for p in part.parameters())
+        groups = local_gradients(parameters, self.layout, self.tied)
+        norm = global_norm(groups, self.layout) / scale
+        factor = 1.0 / scale
         if max_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                [p for p in self.bare.parameters() if p.grad is not None], max_norm, norm
-            )
-        return float(norm)
+            factor *= min(1.0, max_norm / (norm + 1e-6))
+        if factor != 1.0:
+            for gradients in groups.values():
+                torch._foreach_mul_(gradients, factor)
+        return norm
 
     def step(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -75,14 +137,12 @@ class TorchEngine:
         return self._clock.ready if self._clock else None
 
     def state(self) -> dict[str, Any]:
-        """Weights and optimizer under names that do not depend on the layout."""
-        model, optimizer = get_state_dict(self.bare, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return state.live(self.parts, self.optimizer)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.bare,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+    def load_state(self, loaded: dict[str, Any]) -> None:
+        state.set_step(self.optimizer, loaded)
+
+
+def whole(output: Any) -> Any:
+    """A tensor in pieces, put together on every rank that holds one."""
+    return output.full_tensor() if isinstance(output, DTensor) else output

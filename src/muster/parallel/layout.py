@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from muster.errors import RecipeError
+
+if TYPE_CHECKING:
+    from muster.models.plan import ParallelPlan
+    from muster.recipe.schema import Distributed
+
+AXES = ("pipeline", "replicate", "shard", "tensor")  # outermost first
 
 
 @dataclass(frozen=True)
@@ -15,22 +23,32 @@ class Layout:
     `replicate` ranks hold the whole model and different data; `shard` ranks share one copy of the
     model and still see different data; `tensor` and `pipeline` ranks share one copy and one batch.
     Ranks are numbered with `pipeline` outermost and `tensor` innermost, so that the chattiest
-    neighbours sit closest together.
+    neighbours sit closest together. `zero` hands the sharding over to DeepSpeed, at that stage.
     """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
+    zero: int = 0
 
     def __post_init__(self) -> None:
-        for axis, size in asdict(self).items():
+        for axis, size in self.sizes.items():
             if size < 1:
-                raise RecipeError(f"layout: {axis} is {size}, but every size is at least 1")
+                raise RecipeError(f"distributed.{axis}: {size}, but every size is at least 1")
+        if self.zero and self.world != self.shard:
+            raise RecipeError(
+                f"distributed.strategy: zero{self.zero} shards over all ranks and multiplies with "
+                "nothing else; use strategy=hybrid, whose `shard` axis is FSDP"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def world(self) -> int:
-        return math.prod(asdict(self).values())
+        return math.prod(self.sizes.values())
 
     @property
     def data_ranks(self) -> int:
@@ -41,18 +59,159 @@ class Layout:
         """Which share of each global batch `rank` computes."""
         return rank // self.tensor % self.data_ranks
 
+    def tensor_rank(self, rank: int) -> int:
+        return rank % self.tensor
+
+    def pipeline_rank(self, rank: int) -> int:
+        return rank // (self.tensor * self.data_ranks)
+
+    @property
+    def collective_forward(self) -> bool:
+        """Whether a forward pass needs the other data ranks to make one too."""
+        return self.zero == 3 or (self.zero == 0 and self.shard > 1)
+
+    @property
+    def plain(self) -> bool:
+        """Only replicas: what DDP does."""
+        return self.world == self.replicate
+
+    def __str__(self) -> str:
+        if self.zero:
+            return f"zero{self.zero} over {self.shard} ranks"
+        sizes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
+        return " × ".join(sizes) or "one rank"
+
     def check_world(self, world: int) -> None:
         if self.world != world:
-            sizes = " × ".join(f"{axis} {size}" for axis, size in asdict(self).items() if size > 1)
             raise RecipeError(
-                f"layout: {sizes or 'one rank'} makes {self.world} ranks, but {world} were started; "
+                f"layout: {self} makes {self.world} ranks, but {world} were started; "
                 "change the sizes or --gpus"
             )
 
+    def check_model(self, plan: ParallelPlan, name: str, stages_per_rank: int = 1) -> None:
+        """Refuse what this model cannot be cut into, with the number to change."""
+        if self.tensor > 1 and not plan.tensor:
+            raise _unsupported(name, "tensor")
+        if self.pipeline > 1 and not plan.layers:
+            raise _unsupported(name, "pipeline")
+        for what, size in (("heads", plan.heads), ("key-value heads", plan.kv_heads)):
+            if size % self.tensor:
+                raise RecipeError(
+                    f"distributed.tensor: {self.tensor} does not divide the {size} {what} of {name}; "
+                    f"use {_divisors(math.gcd(plan.heads, plan.kv_heads))}"
+                )
+        stages = self.pipeline * stages_per_rank
+        if self.pipeline > 1 and stages > plan.layers:
+            raise RecipeError(
+                f"distributed.pipeline: {self.pipeline} ranks × {stages_per_rank} stages each is "
+                f"{stages} stages, but {name} has {plan.layers} layers; lower distributed.pipeline or "
+                "distributed.pipeline_options.stages_per_rank"
+            )
 
-PRESETS = {"ddp": lambda world: Layout(replicate=world)}
+
+def _unsupported(name: str, technique: str) -> RecipeError:
+    return RecipeError(
+        f"distributed.strategy: {name} has no {technique}-parallel plan; it trains with "
+        "ddp, fsdp, hsdp, zero1, zero2, zero3"
+    )
 
 
-def layout_for(strategy: str, world: int) -> Layout:
-    """The sizes a named strategy means on `world` ranks; `auto` takes the simplest."""
-    return PRESETS["ddp" if strategy == "auto" else strategy](world)
+def _divisors(number: int) -> str:
+    return " or ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def _shard_all(world: int, options: Distributed) -> Layout:
+    return Layout(shard=world)
+
+
+def _hybrid_shard(world: int, options: Distributed) -> Layout:
+    """Copies of a sharded model. Left open, two copies; on odd worlds that is not possible."""
+    replicate, shard = options.replicate, options.shard
+    if isinstance(replicate, int) and isinstance(shard, int):
+        return Layout(replicate=replicate, shard=shard)
+    if isinstance(shard, int):
+        return Layout(replicate=_rest(world, shard, "shard"), shard=shard)
+    copies = replicate if isinstance(replicate, int) else 2
+    return Layout(replicate=copies, shard=_rest(world, copies, "replicate"))
+
+
+def _split(axis: str) -> Callable[[int, Distributed], Layout]:
+    """All ranks along one axis; where the recipe gives its size, the rest are copies."""
+
+    def layout(world: int, options: Distributed) -> Layout:
+        size = getattr(options, axis)
+        size = size if isinstance(size, int) else world
+        return Layout(**{axis: size}, replicate=_rest(world, size, axis))
+
+    return layout
+
+
+def _product(world: int, options: Distributed) -> Layout:
+    """The four sizes; of those left open, `shard` takes what is over and the others are 1."""
+    sizes = {axis: getattr(options, axis) for axis in AXES}
+    if all(size == "auto" for size in sizes.values()):
+        raise RecipeError(
+            "distributed.strategy: hybrid needs sizes; set for instance distributed.tensor=2, and "
+            "the rest is sharded"
+        )
+    given = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    if "shard" not in given:
+        given["shard"] = _rest(world, math.prod(given.values()), " × ".join(given))
+    return Layout(**given)
+
+
+def _rest(world: int, size: int, axis: str) -> int:
+    if world % size:
+        near = max(d for d in range(1, world + 1) if world % d == 0 and d <= size)
+        raise RecipeError(
+            f"distributed.{axis}: {size} does not divide the {world} ranks; use {near}, or start "
+            f"{size * max(1, round(world / size))} ranks"
+        )
+    return world // size
+
+
+PRESETS: dict[str, Callable[[int, Distributed], Layout]] = {
+    "ddp": lambda world, options: Layout(replicate=world),
+    "fsdp": _shard_all,
+    "hsdp": _hybrid_shard,
+    "zero1": lambda world, options: Layout(shard=world, zero=1),
+    "zero2": lambda world, options: Layout(shard=world, zero=2),
+    "zero3": lambda world, options: Layout(shard=world, zero=3),
+    "tensor": _split("tensor"),
+    "pipeline": _split("pipeline"),
+    "hybrid": _product,
+}
+
+SIZES_OF = {"hsdp": {"replicate", "shard"}, "tensor": {"tensor"}, "pipeline": {"pipeline"}}
+
+
+def layout_for(options: Distributed, world: int, strategy: str | None = None) -> Layout:
+    """The sizes that the recipe's strategy means on `world` ranks."""
+    name = strategy or options.strategy
+    name = "ddp" if name == "auto" else name
+    if name != "hybrid":
+        for axis in AXES:
+            if getattr(options, axis) != "auto" and axis not in SIZES_OF.get(name, set()):
+                raise RecipeError(
+                    f"distributed.{axis} is set, but strategy {name} does not look at it; use "
+                    f"strategy=hybrid, or set distributed.{axis}=auto"
+                )
+    layout = PRESETS[name](world, options)
+    layout.check_world(world)
+    return layout
+
+
+def strategy_name(layout: Layout) -> str:
+    """What people call these sizes."""
+    if layout.zero:
+        return f"zero{layout.zero}"
+    used = [axis for axis, size in layout.sizes.items() if size > 1]
+    names = {
+        (): "single",
+        ("replicate",): "ddp",
+        ("shard",): "fsdp",
+        ("replicate", "shard"): "hsdp",
+        ("tensor",): "tensor",
+        ("pipeline",): "pipeline",
+    }
+    return names.get(tuple(used), "hybrid")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import datetime
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.errors import LaunchError
-from muster.parallel.layout import Layout
+from muster.parallel.layout import AXES, Layout
 
 Backend = Literal["auto", "nccl", "gloo"]
 
@@ -19,13 +21,15 @@ Backend = Literal["auto", "nccl", "gloo"]
 @dataclass(frozen=True)
 class Mesh:
     """One rank's place among all of them. `background` is a second group, for the checkpoint
-    thread: two threads must never share one."""
+    thread: two threads must never share one. `axes` has a group for each axis of the layout; DDP,
+    ZeRO and a single process need none."""
 
     rank: int
     local_rank: int
     layout: Layout
     device: torch.device
     background: Any
+    axes: DeviceMesh | None = None
 
     @property
     def world(self) -> int:
@@ -39,11 +43,19 @@ class Mesh:
     def data_rank(self) -> int:
         return self.layout.data_rank(self.rank)
 
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over the ranks that see different data, in float64."""
+    @property
+    def speaks(self) -> bool:
+        """One rank speaks for all that share its data: it holds the last layers, and so the loss."""
+        last = self.layout.pipeline_rank(self.rank) == self.layout.pipeline - 1
+        return last and self.layout.tensor_rank(self.rank) == 0
+
+    def sum(self, *values: float, everyone: float = 0.0) -> list[float]:
+        """Each value summed over the ranks that see different data, in float64, and after them
+        `everyone`, summed over all ranks."""
         if self.world == 1:
-            return list(values)
-        packed = torch.tensor(values, dtype=torch.float64)
+            return [*values, everyone]
+        packed = torch.tensor([v if self.speaks else 0.0 for v in values], dtype=torch.float64)
+        packed = torch.cat([packed, torch.tensor([everyone], dtype=torch.float64)])
         dist.all_reduce(packed)
         return packed.tolist()
 
@@ -57,7 +69,12 @@ class Mesh:
 
     def barrier(self) -> None:
         if self.world > 1:
-            self.sum(0.0)
+            self.sum()
+
+    def arranged(self, layout: Layout) -> Mesh:
+        """The same ranks in another layout. All of them call this together."""
+        layout.check_world(self.world)
+        return replace(self, layout=layout, axes=_axes(layout, self.device))
 
 
 def bind_device(local_rank: int) -> torch.device:
@@ -102,7 +119,16 @@ def join(
         backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
     )
     background = dist.new_group(backend="gloo", timeout=limit)
-    return Mesh(rank, local_rank, layout, device, background)
+    return Mesh(rank, local_rank, layout, device, background, _axes(layout, device))
+
+
+@cache
+def _axes(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """Process groups along every axis. They are never given back, so each layout gets them once."""
+    if layout.plain or layout.zero:
+        return None
+    sizes = tuple(layout.sizes[axis] for axis in AXES)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
 
 
 def leave() -> None:

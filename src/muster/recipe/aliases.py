@@ -34,9 +34,17 @@ class Alias:
 TABLE: tuple[Alias, ...] = (
     Alias("training.distributed_strategy", "distributed.strategy"),
     Alias("training.ddp_backend", "distributed.backend"),
-    Alias("training.ddp_find_unused_parameters", "distributed.find_unused_parameters"),
-    Alias("training.ddp_bucket_cap_mb", "distributed.bucket_mb"),
-    Alias("distributed.bucket_cap_mb", "distributed.bucket_mb"),
+    Alias("training.ddp_find_unused_parameters", "distributed.ddp.find_unused_parameters"),
+    Alias("distributed.find_unused_parameters", "distributed.ddp.find_unused_parameters"),
+    Alias("training.ddp_bucket_cap_mb", "distributed.ddp.bucket_mb"),
+    Alias("distributed.bucket_cap_mb", "distributed.ddp.bucket_mb"),
+    Alias("distributed.bucket_mb", "distributed.ddp.bucket_mb"),
+    Alias("training.fsdp_config.fsdp_transformer_layer_cls_to_wrap", "distributed.fsdp.wrap"),
+    Alias(
+        "training.gradient_checkpointing",
+        "training.activation_checkpointing",
+        when={True: "full", False: "none"},
+    ),
     Alias("distributed.enabled", "distributed.devices", when={False: 1}),
     Alias("training.batch_size", "training.global_batch_size"),
     Alias("training.per_device_train_batch_size", "training.per_device_batch_size"),
@@ -159,8 +167,11 @@ def _pop(document: dict[str, Any], key: str) -> tuple[bool, Any]:
 
 
 def _put(document: dict[str, Any], key: str, value: Any) -> None:
-    """Write `value`, making its section; a section that is not a mapping is left to validation."""
-    section, _, leaf = key.rpartition(".")
-    parent = document.setdefault(section, {})
-    if isinstance(parent, dict):
-        parent[leaf] = value
+    """Write `value`, making its sections; one that is not a mapping is left to validation."""
+    *sections, leaf = key.split(".")
+    parent: Any = document
+    for section in sections:
+        parent = parent.setdefault(section, {})
+        if not isinstance(parent, dict):
+            return
+    parent[leaf] = value

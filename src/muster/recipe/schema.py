@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Auto = Literal["auto"]
 Positive = Annotated[int, Field(gt=0)]
@@ -26,11 +26,37 @@ class Section(BaseModel):
     )
 
 
+class Lora(Section):
+    """Low-rank adapters: the pretrained weights rest, two thin matrices beside each target learn."""
+
+    rank: Positive = Field(8, description="Inner size of the adapters.")
+    alpha: Annotated[float, Field(gt=0)] = Field(
+        16.0, description="Adapters count with alpha / rank."
+    )
+    dropout: Fraction = Field(0.0, description="On the adapters' input.")
+    targets: list[str] = Field(
+        default_factory=lambda: ["q", "v"],
+        description="Layers that get an adapter, by the last part of their name: q k v o gate up down.",
+    )
+
+
 class Model(Section):
     preset: str = Field(
         "lmu-micro",
-        description="A named architecture: lmu-micro, lmu-7m, their -causal forms, lmu-guide.",
+        description="A named architecture. Speech: lmu-micro, lmu-7m, their -causal forms, lmu-guide. "
+        "Language: gpt2-micro, gpt2, gpt2-xl, llama-micro, llama-1b, llama-7b, llama-3-8b, llama-70b. "
+        "Images: mnist-net, resnet-18, resnet-50.",
     )
+    pretrained: str | None = Field(
+        None,
+        description="A Hugging Face folder, or a hub id, whose architecture and weights to start "
+        "from (GPT-2, Llama, Mistral, Qwen2); `preset` is then not looked at.",
+    )
+    vocab_size: Positive | None = Field(
+        None,
+        description="Rows of a language model's embedding. Default: as many as the tokenizer has.",
+    )
+    lora: Lora | None = Field(None, description="Train low-rank adapters only.")
     norm: Literal["layer", "batch"] = Field(
         "layer",
         description="`batch` is masked batch normalisation, synchronised over all ranks. Its statistics "
@@ -55,8 +81,14 @@ class SpecAugment(Section):
 
 
 class Tokenizer(Section):
-    kind: Literal["characters", "subwords"] = Field(
-        "characters", description="`subwords` learns byte-pair units from the training text."
+    kind: Literal["auto", "characters", "subwords", "bytes", "huggingface"] = Field(
+        "auto",
+        description="Speech: `characters`, or `subwords`, byte-pair units learned from the training "
+        "text. Language: `bytes`, or `huggingface`, a folder named by `path`. `auto`: characters for "
+        "speech; for language the tokenizer beside `model.pretrained`, else bytes.",
+    )
+    path: str | None = Field(
+        None, description="A Hugging Face tokenizer: a folder, or its tokenizer.json."
     )
     characters: str = Field(
         "abcdefghijklmnopqrstuvwxyz' ", description="The alphabet; the CTC blank is added to it."
@@ -67,7 +99,8 @@ class Tokenizer(Section):
 class Data(Section):
     train: str = Field(
         "embedded:spoken-numbers",
-        description="`embedded:NAME`, a parquet file, a folder of them, or a glob.",
+        description="`embedded:NAME` (spoken-numbers, python-source, digits), a file, a folder of "
+        "files, or a glob. Parquet; text also as .jsonl or .txt; images also as MNIST's IDX files.",
     )
     validation: str | None = Field(
         None,
@@ -81,6 +114,19 @@ class Data(Section):
     )
     audio_column: str | None = Field(None, description="Default: found by name and type.")
     text_column: str | None = Field(None, description="Default: text, sentence, transcription …")
+    image_column: str | None = Field(None, description="Default: image, img.")
+    label_column: str | None = Field(None, description="Default: label, labels, fine_label.")
+    sequence_length: Annotated[int, Field(ge=2)] = Field(
+        256, description="Tokens per packed sequence of a language model."
+    )
+    isolate_documents: bool = Field(
+        False,
+        description="Neither attention nor positions cross from one document into the next within a "
+        "packed sequence. Costs the fast causal attention kernel.",
+    )
+    image_size: Annotated[int, Field(ge=8)] | None = Field(
+        None, description="Images are scaled to this height and width. Default: the model's own."
+    )
     sample_rate: Annotated[int, Field(ge=4000)] = Field(
         16000, description="Hz; other rates are resampled."
     )
@@ -161,6 +207,12 @@ class Training(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="`auto`: bf16 on GPUs that have it, else fp32. fp16 uses a loss scaler."
     )
+    activation_checkpointing: Literal["none", "full", "selective"] = Field(
+        "none",
+        description="`full` keeps only each block's input and computes the rest again in the backward "
+        "pass; `selective` keeps the products of matrices too.",
+    )
+    compile: bool = Field(False, description="torch.compile each block, and the loss.")
     max_bad_steps: Positive = Field(
         3,
         description="The run ends at this many steps in a row with a non-finite loss or gradient.",
@@ -181,23 +233,123 @@ class Training(Section):
         return self
 
 
+class DDP(Section):
+    """Distributed data parallel: each rank holds the whole model."""
+
+    bucket_mb: Annotated[float, Field(gt=0)] = Field(
+        25.0, description="Gradients travel in buckets of this size, in MB."
+    )
+    find_unused_parameters: bool = Field(
+        False, description="Search for parameters that took no part in the loss. Costs time."
+    )
+    static_graph: bool = Field(
+        False, description="Promise that every step uses the same parameters in the same order."
+    )
+    compression: Literal["none", "bf16", "fp16"] = Field(
+        "none", description="Gradients travel as these numbers. Halves the traffic, rounds the sum."
+    )
+
+
+class FSDP(Section):
+    """Fully sharded data parallel: parameters, gradients and optimizer in shards."""
+
+    sharding: Literal["full_shard", "shard_grad_op"] = Field(
+        "full_shard",
+        description="`shard_grad_op` keeps the gathered parameters from the forward to the backward "
+        "pass: more memory, one gathering less.",
+    )
+    wrap: list[str] = Field(
+        default_factory=list,
+        description="Classes whose instances are gathered one at a time. Default: the model's blocks.",
+    )
+
+    @field_validator("wrap", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    backward_prefetch: bool = Field(
+        True, description="Gather the next block's parameters while this one computes backwards."
+    )
+    cpu_offload: bool = Field(
+        False, description="Shards rest in host memory, and the optimizer steps there."
+    )
+
+
+class DeepSpeed(Section):
+    """ZeRO through DeepSpeed. Its JSON is generated from the recipe."""
+
+    config: str | None = Field(
+        None,
+        description="A ready DeepSpeed JSON: its other keys are kept, and what contradicts the recipe is refused.",
+    )
+    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where the optimizer's state rests; nvme needs zero3."
+    )
+    offload_param: Literal["none", "cpu", "nvme"] = Field(
+        "none", description="Where parameters rest between uses; zero3 only."
+    )
+    nvme_path: str | None = Field(None, description="A folder on the NVMe disk, for nvme.")
+
+
+class TensorOptions(Section):
+    """Tensor parallelism: each matrix in pieces, one batch for all."""
+
+    sequence_parallel: bool = Field(
+        True, description="Between the split matrices, each rank keeps a stretch of the sequence."
+    )
+    loss_parallel: bool = Field(
+        True, description="Each rank keeps its part of the vocabulary's logits up to the loss."
+    )
+
+
+class PipelineOptions(Section):
+    """Pipeline parallelism: each rank holds some layers, micro-batches flow through."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b", description="In which order micro-batches go forwards and backwards."
+    )
+    stages_per_rank: Positive | Auto = Field(
+        "auto",
+        description="Stages each rank holds. `auto`: 2 for interleaved and zero-bubble, else 1.",
+    )
+    microbatches: Positive | Auto = Field(
+        "auto",
+        description="Pieces of each micro-batch that flow. `auto`: up to 4 per pipeline rank.",
+    )
+
+
 class Distributed(Section):
     devices: Positive | Auto = Field(
         "auto", description="Ranks on this machine; `--gpus N` sets it."
     )
-    strategy: Literal["auto", "ddp"] = Field("auto", description="How the work is split.")
+    strategy: Literal[
+        "auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid"
+    ] = Field(
+        "auto",
+        description="How the work is split. `auto` takes the simplest that fits; `hybrid` multiplies the four sizes below.",
+    )
+    replicate: Positive | Auto = Field("auto", description="Copies of the model (hsdp, hybrid).")
+    shard: Positive | Auto = Field(
+        "auto", description="Ranks that share one copy in shards (hsdp, hybrid)."
+    )
+    tensor: Positive | Auto = Field(
+        "auto", description="Ranks that split each matrix (tensor, hybrid)."
+    )
+    pipeline: Positive | Auto = Field(
+        "auto", description="Ranks that split the layers (pipeline, hybrid)."
+    )
     backend: Literal["auto", "nccl", "gloo"] = Field(
         "auto", description="nccl for GPUs, gloo for CPUs."
     )
-    find_unused_parameters: bool = Field(
-        False, description="DDP searches for parameters that took no part in the loss. Costs time."
-    )
+    ddp: DDP = Field(default_factory=lambda: DDP())
+    fsdp: FSDP = Field(default_factory=lambda: FSDP())
+    deepspeed: DeepSpeed = Field(default_factory=lambda: DeepSpeed())
+    tensor_options: TensorOptions = Field(default_factory=lambda: TensorOptions())
+    pipeline_options: PipelineOptions = Field(default_factory=lambda: PipelineOptions())
     sync_batchnorm: bool = Field(
         True,
         description="Where the model has batch normalisation, share its statistics among ranks.",
-    )
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        25.0, description="DDP's gradient bucket, in MB."
     )
     timeout_s: Annotated[float, Field(gt=0)] = Field(
         600.0,
@@ -271,7 +423,9 @@ class Recipe(Section):
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run directory."
     )
     description: str = Field("", description="One line for `muster recipe list`.")
-    task: Literal["speech-ctc"] = Field("speech-ctc", description="The workload.")
+    task: Literal["speech-ctc", "causal-lm", "image-classification"] = Field(
+        "speech-ctc", description="The workload."
+    )
     model: Model = Field(default_factory=lambda: Model())
     data: Data = Field(default_factory=lambda: Data())
     training: Training

@@ -8,7 +8,11 @@ from typing import Any
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
-TASKS = {"speech-ctc": "muster.tasks.speech_ctc:SpeechCTC"}
+TASKS = {
+    "speech-ctc": "muster.tasks.speech_ctc:SpeechCTC",
+    "causal-lm": "muster.tasks.causal_lm:CausalLM",
+    "image-classification": "muster.tasks.image_classification:ImageClassification",
+}
 
 
 def build_task(recipe: Recipe, assets: dict[str, Any] | None = None) -> Task:

@@ -9,7 +9,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from muster.data.corpus import Split
-from muster.data.loader import Batch, Source
+from muster.data.loader import Batch, Inputs, Source
+from muster.models.weights import Weights
 
 Counts = dict[str, float]
 
@@ -35,7 +36,18 @@ class Score:
 class Task(Protocol):
     assets: dict[str, Any]  # what a checkpoint carries besides weights, e.g. the vocabulary
 
-    def build_model(self) -> nn.Module: ...
+    def build_model(self) -> nn.Module:
+        """The whole model; on the meta device, without memory, when the caller asks torch for that."""
+        ...
+
+    def build_part(self, start: int, stop: int) -> nn.Module:
+        """Layers `start` … `stop - 1` of a model whose plan says that it may be cut."""
+        ...
+
+    def weights(self) -> Weights | None:
+        """Initial values by parameter; None where `build_model` itself draws them."""
+        ...
+
     def source(self, split: Split) -> Source | None:
         """Indexed samples of a split, or None where the recipe's data has no such split."""
         ...
@@ -48,11 +60,18 @@ class Task(Protocol):
         """On the device: features and augmentation."""
         ...
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def inputs(self, batch: Batch) -> Inputs:
+        """What the model is called with."""
+        ...
+
+    def loss(self, output: Any, batch: Batch) -> Tensor:
         """A float32 scalar, *summed* over units. The loop divides, once, by the global batch's."""
         ...
 
-    def score(self, model: nn.Module, batch: Batch) -> Score: ...
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Counts from the model's output."""
+        ...
+
     def summarise(self, counts: Counts) -> dict[str, float]:
         """Rates such as `wer` from summed counts."""
         ...

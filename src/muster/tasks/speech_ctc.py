@@ -25,7 +25,7 @@ from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.error_rates import EditCounts, count
 from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Counts, Example, Score
+from muster.tasks.base import Counts, Example, Inputs, Score
 
 NGRAM_ORDER = 3
 FRAME_MULTIPLE = 32
@@ -42,9 +42,15 @@ class SpeechCTC:
             self.vocabulary = Vocabulary.from_json(assets["vocabulary"])
         else:
             wanted = recipe.data.tokenizer
-            texts = self._read("train").texts if wanted.kind == "subwords" else []
+            kind = "characters" if wanted.kind == "auto" else wanted.kind
+            if kind not in ("characters", "subwords"):
+                raise RecipeError(
+                    f"data.tokenizer.kind: {kind} is for language models; speech-ctc takes "
+                    "characters or subwords"
+                )
+            texts = self._read("train").texts if kind == "subwords" else []
             self.vocabulary = build_vocabulary(
-                wanted.kind, wanted.characters, wanted.vocabulary_size, texts
+                kind, wanted.characters, wanted.vocabulary_size, texts
             )
         self.language_model = self._language_model((assets or {}).get("ngram"))
         self.assets = {"vocabulary": self.vocabulary.to_json()}
@@ -104,16 +110,24 @@ class SpeechCTC:
             features = F.pad(features, (0, 0, 0, -features.shape[1] % FRAME_MULTIPLE))
         return batch.adding(features=features, frames=frames)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        logits, lengths = model(batch["features"], batch["frames"])
+    def build_part(self, start: int, stop: int) -> nn.Module:
+        raise RecipeError("distributed.strategy: an acoustic model is not cut into stages")
+
+    def weights(self) -> None:
+        return None
+
+    def inputs(self, batch: Batch) -> Inputs:
+        return Inputs((batch["features"], batch["frames"]))
+
+    def loss(self, output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+        logits, lengths = output
         log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
         return F.ctc_loss(
             log_probs, batch["targets"], lengths, batch["target_lengths"], reduction="sum"
         )
 
-    def score(self, model: nn.Module, batch: Batch) -> Score:
-        logits, lengths = model(batch["features"], batch["frames"])
-        hypotheses = self.decode(logits, lengths)
+    def score(self, output: tuple[Tensor, Tensor], batch: Batch) -> Score:
+        hypotheses = self.decode(*output)
         spans = batch["target_lengths"].cumsum(0).tolist()
         targets, total, examples, start = batch["targets"].tolist(), EditCounts(), [], 0
         for sample_id, end, hypothesis in zip(batch.ids, spans, hypotheses, strict=True):

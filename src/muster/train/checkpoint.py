@@ -33,7 +33,7 @@ from muster.parallel.mesh import Mesh
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,7 @@ def open_checkpoint(path: Path) -> Saved:
 
 def load_model(saved: Saved, model: torch.nn.Module) -> None:
     """Only the weights, in one process, whatever layout wrote them."""
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=saved.path, no_dist=True)
-    model.load_state_dict(state["model"])
+    dcp.load({"model": model.state_dict()}, checkpoint_id=saved.path, no_dist=True)
 
 
 class Checkpoints:
@@ -295,11 +293,19 @@ MUST_MATCH = (
     "task",
     "seed",
     "model.preset",
+    "model.pretrained",
+    "model.vocab_size",
+    "model.lora",
     "model.norm",
     "data.train",
     "data.max_parquet_files",
     "data.audio_column",
     "data.text_column",
+    "data.image_column",
+    "data.label_column",
+    "data.sequence_length",
+    "data.isolate_documents",
+    "data.image_size",
     "data.sample_rate",
     "data.mels",
     "data.normalize",
@@ -331,7 +337,7 @@ def refuse_other_data(saved: Saved, data: dict[str, Any]) -> None:
     theirs = json.loads((saved.path / "assets.json").read_text()).get("data", data)
     if theirs != data:
         raise CheckpointError(
-            f"{saved.path} was trained on {theirs['samples']} clips, and data.train now holds "
+            f"{saved.path} was trained on {theirs['samples']} samples, and data.train now holds "
             f"{data['samples']} with other lengths; restore the data, or start a new run"
         )
 

@@ -6,14 +6,16 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from muster.data.loader import Batch, Loader
 from muster.errors import DataError
 from muster.observe.observer import Observer, StepRecord
-from muster.parallel.engine import Engine
+from muster.parallel.engine import Engine, Work
 from muster.parallel.mesh import Mesh
 from muster.parallel.timing import Moment
 from muster.recipe.schema import Recipe
@@ -43,10 +45,22 @@ class Job:
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
 
+    @cached_property
+    def work(self) -> Work:
+        """The task, as the engine sees it."""
+        compiled = self.recipe.training.compile and self.mesh.layout.tensor == 1
+        return Work(
+            prepare=lambda batch: self.task.prepare(batch.to(self.mesh.device)),
+            inputs=self.task.inputs,
+            loss=torch.compile(self.task.loss) if compiled else self.task.loss,
+            autocast=lambda: autocast(self.precision, self.mesh.device),
+        )
+
 
 def train(job: Job) -> int:
     """From `job.start` to `job.steps` optimizer steps, or until asked to stop. Returns steps done."""
-    job.engine.module.train()
+    for part in job.engine.parts:
+        part.train()
     done = job.start
     batches = job.loader.steps(job.start, job.steps)
     for step in range(job.start, job.steps):
@@ -73,7 +87,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     data_wait = time.perf_counter() - begin
 
     seed_step(recipe.seed, step, mesh.rank)
-    (units,) = mesh.sum(sum(batch.units for batch in micro_batches))
+    units, _ = mesh.sum(sum(batch.units for batch in micro_batches))
     agreed = time.perf_counter()
     started = Moment(mesh.device)
     losses = _accumulate(job, micro_batches, units)
@@ -82,11 +96,11 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     local = float(sum(losses))
     waiting = time.perf_counter()
     amounts = _amounts(micro_batches)
-    total, stop, samples, *sums = mesh.sum(
+    total, samples, *sums, stop = mesh.sum(
         local,
-        job.observer.stop_requested(),
         sum(len(b.ids) for b in micro_batches),
         *amounts.values(),
+        everyone=job.observer.stop_requested(),
     )
     answered = time.perf_counter()
     loss = total / units
@@ -126,16 +140,8 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
 
 
 def _accumulate(job: Job, micro_batches: Sequence[Batch], units: float) -> list[Tensor]:
-    """Forward and backward of every micro-batch; gradients travel with the last. Returns the losses."""
-    losses = []
-    for i, batch in enumerate(micro_batches):
-        with job.engine.micro_step(last=i == len(micro_batches) - 1):
-            prepared = job.task.prepare(batch.to(job.mesh.device))
-            with autocast(job.precision, job.mesh.device):
-                loss = job.task.loss(job.engine.module, prepared)
-            job.engine.backward(loss * (job.scale.value / units))
-        losses.append(loss.detach())
-    return losses
+    """The gradients of the global batch; the loss is divided once, by all of its units."""
+    return job.engine.accumulate(micro_batches, replace(job.work, scale=job.scale.value / units))
 
 
 def _judge(
@@ -150,8 +156,11 @@ def _judge(
         log.info("step %d: float16 overflow; the loss scale is now %g", step + 1, job.scale.value)
         return
     job.bad_steps += 1
-    suspects = [
-        i for b, loss in zip(batches, losses, strict=True) if not math.isfinite(loss) for i in b.ids
+    suspects = [  # ranks that hold no loss name no suspects
+        i
+        for b, loss in zip(batches, losses, strict=False)
+        if not math.isfinite(loss)
+        for i in b.ids
     ]
     rows = [i for ids in job.mesh.gather(suspects) for i in ids]
     if not rows:  # finite losses, but a gradient is not
@@ -172,7 +181,7 @@ def _judge(
 def _score(job: Job, done: int) -> None:
     result = evaluate(
         job.task,
-        job.engine.bare,
+        job.engine,
         "validation",
         job.mesh,
         job.recipe.evaluation.batch_size,

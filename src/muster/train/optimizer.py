@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from muster.recipe.schema import Training
@@ -15,19 +17,26 @@ from muster.recipe.schema import Training
 def make_optimizer(training: Training, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
     """Weight decay on matrices only: biases, norms and other vectors are left alone."""
     trainable = [p for _, p in named if p.requires_grad]
-    matrices = [p for p in trainable if p.dim() >= 2]
-    vectors = [p for p in trainable if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": training.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
     return AdamW(
-        [group for group in groups if group["params"]],
+        parameter_groups(trainable, training.weight_decay),
         lr=peak_lr(training),
         betas=training.betas,
         eps=training.eps,
         fused=all(p.device.type in ("cuda", "cpu") for p in trainable),
     )
+
+
+def parameter_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """By decay and by mesh: torch's batched kernels take no mixture of differently spread tensors."""
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for p in parameters:
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        shape = getattr(p, "ds_shape", p.shape)  # a parameter in ZeRO's partitions is flat
+        groups.setdefault((len(shape) >= 2, mesh), []).append(p)
+    return [
+        {"params": members, "weight_decay": weight_decay if decays else 0.0}
+        for (decays, _), members in groups.items()
+    ]
 
 
 def peak_lr(training: Training) -> float:

@@ -1,0 +1,173 @@
+"""The parity table: every strategy against one process, step by step.
+
+A row trains the same recipe for a few steps under one layout. Its losses, gradient norms and final
+weights must be those of a single process, up to the rounding of float32: a strategy only decides
+where the work runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster import runs
+from muster.observe.results import read_lines
+from muster.parallel.engine import whole
+from muster.parallel.mesh import Mesh
+from muster.recipe.schema import Recipe
+from muster.train.loop import Job, train
+from muster.worker import prepare
+
+# Another order of the same float32 sums moves a gradient norm by about 1e-7. Each optimizer step
+# builds on the last, and AdamW divides by the root of a small average, so differences grow a little
+# with every step; measured rows stay near 1e-6.
+TOLERANCE = 1e-5
+# Where a gradient is nearly zero, AdamW turns its rounding into a step of up to the learning rate.
+# A few such weights differ visibly; the distance of all weights together stays small.
+WEIGHT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of splitting the work."""
+
+    name: str
+    options: tuple[str, ...]
+    worlds: tuple[int, ...]
+    decoder_only: bool = False
+
+
+def _strategy(name: str, *sizes: str) -> tuple[str, ...]:
+    return (f"distributed.strategy={name}", *(f"distributed.{size}" for size in sizes))
+
+
+ROWS = (
+    Row("ddp", _strategy("ddp"), (2, 4)),
+    Row("fsdp", _strategy("fsdp"), (2, 4)),
+    Row("fsdp shard_grad_op", _strategy("fsdp", "fsdp.sharding=shard_grad_op"), (2, 4)),
+    Row("hsdp", _strategy("hsdp"), (4,)),
+    Row("zero1", _strategy("zero1"), (2, 4)),
+    Row("zero2", _strategy("zero2"), (2, 4)),
+    Row("zero3", _strategy("zero3"), (2, 4)),
+    Row("tensor", _strategy("tensor"), (2, 4), True),
+    Row(
+        "tensor, plain",
+        _strategy(
+            "tensor", "tensor_options.sequence_parallel=false", "tensor_options.loss_parallel=false"
+        ),
+        (2,),
+        True,
+    ),
+    Row("pipeline 1f1b", _strategy("pipeline"), (2, 4), True),
+    Row("pipeline gpipe", _strategy("pipeline", "pipeline_options.schedule=gpipe"), (2,), True),
+    Row(
+        "pipeline interleaved",
+        _strategy("pipeline", "pipeline_options.schedule=interleaved"),
+        (2,),
+        True,
+    ),
+    Row(
+        "pipeline zero-bubble",
+        _strategy("pipeline", "pipeline_options.schedule=zero-bubble"),
+        (2,),
+        True,
+    ),
+    Row("tensor × ddp", _strategy("hybrid", "tensor=2", "replicate=2"), (4,), True),
+    Row("tensor × fsdp", _strategy("hybrid", "tensor=2"), (4,), True),
+    Row("pipeline × fsdp", _strategy("hybrid", "pipeline=2"), (4,), True),
+    Row("tensor × pipeline", _strategy("hybrid", "tensor=2", "pipeline=2"), (4,), True),
+    Row("tensor × pipeline × fsdp", _strategy("hybrid", "tensor=2", "pipeline=2"), (8,), True),
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What a short training did."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest relative difference between two courses."""
+
+    loss: float
+    norm: float
+    weights: float
+
+    @property
+    def small(self) -> bool:
+        return max(self.loss, self.norm) < TOLERANCE and self.weights < WEIGHT_TOLERANCE
+
+
+def distance(one: Course, other: Course) -> Distance:
+    if set(one.weights) != set(other.weights):
+        odd = sorted(set(one.weights) ^ set(other.weights))
+        raise ValueError(f"the courses hold different weights: {', '.join(odd[:5])}")
+    apart = sum(float((one.weights[n] - other.weights[n]).square().sum()) for n in one.weights)
+    size = sum(float(w.square().sum()) for w in one.weights.values())
+    return Distance(
+        _relative(one.losses, other.losses),
+        _relative(one.norms, other.norms),
+        (apart / size) ** 0.5,
+    )
+
+
+def _relative(one: Sequence[float], other: Sequence[float]) -> float:
+    a, b = torch.tensor(one, dtype=torch.float64), torch.tensor(other, dtype=torch.float64)
+    if a.shape != b.shape or not (a.isfinite().all() and b.isfinite().all()):
+        return float("inf")
+    return float(((a - b).abs() / a.abs()).max())
+
+
+def course(recipe: Recipe, mesh: Mesh, folder: Path) -> Course:
+    """Train to the end, as a worker does, in a run directory that is thrown away."""
+    run = runs.Run(folder)
+    if mesh.first:
+        (run.path / "ranks").mkdir(parents=True, exist_ok=True)
+    mesh.barrier()
+    job = prepare(recipe, mesh, run)
+    train(job)
+    job.observer.close()
+    weights = whole_weights(job)
+    mesh.barrier()
+    lines = read_lines(folder / "metrics.jsonl")
+    return Course([x["loss"] for x in lines], [x["grad_norm"] for x in lines], weights)
+
+
+def whole_weights(job: Job) -> dict[str, Tensor]:
+    """Every parameter by its name, put together from all ranks, on every rank. For small models."""
+    mine = {name: whole(t).cpu() for name, t in job.engine.state()["model"].items()}
+    found: dict[str, Tensor] = {}
+    for theirs in job.mesh.gather(mine) if job.mesh.layout.pipeline > 1 else [mine]:
+        found |= theirs
+    return found
+
+
+def rows_for(world: int, rows: Iterable[Row] = ROWS) -> list[Row]:
+    return [row for row in rows if world in row.worlds]
+
+
+def short_recipe(overrides: Sequence[str]) -> list[str]:
+    """Overrides that make any recipe a short, exactly repeatable one."""
+    return [
+        "training.steps=5",
+        "training.precision=fp32",
+        "training.warmup_steps=2",
+        "checkpoint.every_steps=null",
+        "evaluation.every_steps=null",
+        "evaluation.final=false",
+        "logging.tensorboard=false",
+        *overrides,
+    ]
+
+
+def describe(name: str, world: int, found: Distance) -> dict[str, Any]:
+    return {"strategy": name, "ranks": world, **vars(found), "agrees": found.small}

@@ -1,0 +1,27 @@
+"""Handing a checkpoint to other programs: export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from muster.cli.common import CheckpointArgument, console
+
+
+def export(
+    checkpoint: CheckpointArgument,
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Where to write; new, or empty.")
+    ],
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Only the LoRA adapters, for peft; else they are merged."),
+    ] = False,
+) -> None:
+    """A language model as a Hugging Face folder."""
+    from muster.exchange import export_checkpoint
+
+    export_checkpoint(checkpoint, folder, adapter=adapter)
+    console.print(f"written to {folder}", soft_wrap=True)

@@ -1,0 +1,218 @@
+"""Tokenizers of language models: plain bytes, or a Hugging Face tokenizer.
+
+A tokenizer also says how many bytes of the text each token stands for, so that models with
+different tokenizers can be compared in bits per byte. It travels inside checkpoints as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.errors import DataError, RecipeError
+
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+
+Ids = NDArray[np.uint32]
+Sizes = NDArray[np.int64]
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. `end` closes every document and stands before the first."""
+
+    size: int  # ids run from 0 to size - 1
+    end: int
+
+    @abstractmethod
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
+        """Of each text: its ids, and the UTF-8 bytes each stands for, which add up to the text's.
+
+        Without `end`. A text that has bytes but no token gives sizes that are longer than its ids
+        by one, for the `end` that follows.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]: ...
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.encode_all([text])[0][0].tolist()
+        return ids
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> Tokenizer:
+        if saved.get("kind") == "bytes":
+            return Bytes()
+        if saved.get("kind") == "huggingface":
+            return HuggingFace(saved["tokenizer"], saved["end"])
+        raise DataError(
+            f"the saved tokenizer has kind {saved.get('kind')!r}; expected bytes or huggingface"
+        )
+
+
+class Bytes(Tokenizer):
+    """The 256 bytes, and the end."""
+
+    size, end = 257, 256
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
+        encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        return [(ids, np.ones(len(ids), np.int64)) for ids in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "bytes"}
+
+
+class HuggingFace(Tokenizer):
+    """A tokenizer.json. Its truncation, padding and templates are off, and special tokens spelt out
+    in a text are text: a document cannot end itself."""
+
+    def __init__(self, document: str, end: int) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_str(document)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        self.size, self.end = max(self._tokenizer.get_vocab().values()) + 1, end
+
+    @classmethod
+    def read(cls, path: Path, key: str) -> HuggingFace:
+        """From a folder or its tokenizer.json; `key` is the recipe key that named it."""
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise RecipeError(
+                f"{key}: {file} does not exist; name a Hugging Face tokenizer with "
+                "data.tokenizer.path, or set data.tokenizer.kind=bytes"
+            )
+        import tokenizers
+
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise RecipeError(f"{key}: {file} is no tokenizer ({error})") from None
+        end = next(
+            (
+                i
+                for name in _end_names(file.parent)
+                if (i := tokenizer.token_to_id(name)) is not None
+            ),
+            None,
+        )
+        if end is None:
+            raise RecipeError(
+                f"{key}: {file} has no end-of-text token that muster knows; name it as eos_token in "
+                f"{file.parent / 'tokenizer_config.json'}"
+            )
+        return cls(file.read_text(encoding="utf-8"), end)
+
+    def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.uint32), _sizes(text, encoding.offsets))
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "huggingface", "tokenizer": self._tokenizer.to_str(), "end": self.end}
+
+
+def choose(kind: str, path: str | None, pretrained: Path | None) -> Tokenizer:
+    """What `data.tokenizer` asks for; `pretrained` is the folder of `model.pretrained`."""
+    if kind in ("characters", "subwords"):
+        raise RecipeError(
+            f"data.tokenizer.kind: {kind} is for speech; causal-lm takes bytes or huggingface"
+        )
+    if kind == "bytes":
+        if path:
+            raise RecipeError(
+                "data.tokenizer.path: bytes need no file; set data.tokenizer.kind=huggingface, or "
+                "path to null"
+            )
+        return Bytes()
+    if path:
+        return HuggingFace.read(Path(path).expanduser(), "data.tokenizer.path")
+    if pretrained is not None:
+        return HuggingFace.read(pretrained, "model.pretrained")
+    if kind == "huggingface":
+        raise RecipeError(
+            "data.tokenizer.path: needed for data.tokenizer.kind=huggingface: a folder, or its "
+            "tokenizer.json"
+        )
+    return Bytes()
+
+
+def check_rows(tokenizer: Tokenizer, rows: int) -> None:
+    """Every id needs a row of the embedding. More rows than ids do no harm."""
+    if tokenizer.size > rows:
+        raise RecipeError(
+            f"data.tokenizer: it has {tokenizer.size} ids, the model's embedding only {rows} rows; "
+            f"take the tokenizer that belongs to the model, or set model.vocab_size to "
+            f"{tokenizer.size} where the model is not pretrained"
+        )
+
+
+def pieces(tokenizer: Tokenizer, before: Sequence[int], ids: Iterator[int]) -> Iterator[str]:
+    """The text of `ids` as they come, after `before`, each piece as soon as its characters are whole.
+
+    A token's text can depend on its neighbour (a space that only the first word lacks), so a token
+    is decoded together with the piece before it.
+    """
+    seen = list(before)
+    start, read = max(0, len(seen) - 8), len(seen)
+    for i in ids:
+        seen.append(i)
+        known, now = tokenizer.decode(seen[start:read]), tokenizer.decode(seen[start:])
+        if len(now) > len(known) and not now.endswith("\ufffd"):
+            yield now[len(known) :]
+            start, read = read, len(seen)
+    rest = tokenizer.decode(seen[start:])[len(tokenizer.decode(seen[start:read])) :]
+    if rest:
+        yield rest
+
+
+def _sizes(text: str, offsets: Sequence[tuple[int, int]]) -> Sizes:
+    """Bytes per token from spans of characters.
+
+    A character that several tokens share counts with the first of them, what lies between two spans
+    with the second, what follows the last span with the last.
+    """
+    points = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    widths = 1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF)
+    place = np.concatenate([[0], np.cumsum(widths)])
+    ends = place[np.array([end for _, end in offsets] or [0])]
+    ends = np.maximum.accumulate(ends)
+    ends[-1] = place[-1]
+    return np.diff(ends, prepend=0)[: None if offsets or len(text) else 0]
+
+
+def _end_names(folder: Path) -> Iterator[str]:
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            name = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token")
+        except (OSError, ValueError):
+            continue
+        name = name.get("content") if isinstance(name, dict) else name
+        if isinstance(name, str):
+            yield name
+    yield from END_NAMES

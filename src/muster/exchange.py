@@ -1,0 +1,107 @@
+"""Checkpoints for other programs: a language model as a Hugging Face folder, or its adapters."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.errors import MusterError
+from muster.models import huggingface, lora
+from muster.recipe.schema import Recipe
+from muster.tasks.causal_lm import CausalLM
+from muster.train.checkpoint import Saved, load_model, open_checkpoint
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, *, adapter: bool = False) -> None:
+    """A run's newest checkpoint, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
+
+    Without `adapter`, adapters are merged into the weights they stand beside.
+    """
+    if not checkpoint.exists():
+        raise MusterError(f"no checkpoint at {checkpoint}")
+    saved = open_checkpoint(checkpoint)
+    task = _task(saved)
+    options = task.recipe.model.lora
+    if adapter and options is None:
+        raise MusterError(
+            f"{saved.path} was trained without model.lora, so it has no adapters; leave --adapter out"
+        )
+    if adapter and task.recipe.model.pretrained is None:
+        raise MusterError(
+            f"{saved.path} has adapters on a model that was not pretrained, so nobody else has what "
+            "they stand beside; leave --adapter out to export the whole"
+        )
+    state = _weights(saved, task)
+    if adapter and options is not None:
+        lora.export_adapter(
+            folder,
+            task.config,
+            state,
+            rank=options.rank,
+            alpha=options.alpha,
+            base=_base(str(task.recipe.model.pretrained)),
+            family=task.family,
+        )
+        return
+    if options is not None:
+        state = lora.merged(state, options.alpha, options.rank)
+    files, keys = _tokenizer(task)
+    huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
+
+
+def _task(saved: Saved) -> CausalLM:
+    try:
+        recipe = Recipe.model_validate_json((saved.path / "recipe.json").read_text())
+    except ValueError as error:
+        raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
+    if recipe.task != "causal-lm":
+        raise MusterError(
+            f"{saved.path} is of task {recipe.task}; only language models (causal-lm) have a "
+            "Hugging Face form to export to"
+        )
+    return CausalLM(recipe, json.loads((saved.path / "assets.json").read_text()))
+
+
+def _weights(saved: Saved, task: CausalLM) -> dict[str, torch.Tensor]:
+    with torch.device("meta"):
+        model = task.build_model()
+    model.to_empty(device="cpu")
+    with warnings.catch_warnings():  # torch remarks that one process loads alone, as it should
+        warnings.simplefilter("ignore", UserWarning)
+        load_model(saved, model)
+    return dict(model.state_dict())
+
+
+def _base(pretrained: str) -> str:
+    path = Path(pretrained).expanduser()
+    return str(path.absolute()) if path.is_dir() else pretrained
+
+
+def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The tokenizer as the checkpoint has it, with what still lies beside the original."""
+    files: dict[str, bytes] = {}
+    keys: dict[str, Any] = {"bos_token_id": task.tokenizer.end, "eos_token_id": task.tokenizer.end}
+    saved = task.tokenizer.to_json()
+    if saved["kind"] != "huggingface":
+        return files, keys
+    files["tokenizer.json"] = saved["tokenizer"].encode()
+    original = _original(task.recipe)
+    if original is None:
+        return files, keys
+    found, ids = huggingface.tokenizer_of(original)
+    return files | found, keys | ids
+
+
+def _original(recipe: Recipe) -> Path | None:
+    """The folder that the tokenizer was read from, if it is on this machine."""
+    if recipe.data.tokenizer.path is not None:
+        path = Path(recipe.data.tokenizer.path).expanduser()
+        return path if path.is_dir() else path.parent if path.is_file() else None
+    try:
+        return huggingface.locate(str(recipe.model.pretrained), fetch=False)
+    except MusterError:
+        return None

@@ -1,0 +1,363 @@
+"""One decoder for two families of language models.
+
+GPT-2: learned positions, LayerNorm, GELU, biases, a head tied to the embedding. Llama and its
+relatives (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
+
+A decoder can be built in part (`Part`): some layers, the embedding if they begin at the first, the
+head if they end at the last. Parameters keep the names they have in the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster.models.plan import ParallelPlan, Split
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of slow rotations beyond the length it was first trained at."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    hidden: int  # of the feed-forward
+    kv_heads: int = 0  # 0: as many as heads
+    head_size: int = 0  # 0: width / heads
+    positions: int = 1024  # the longest sequence
+    position: Literal["learned", "rotary"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True  # on every linear layer
+    qkv_bias: bool = True  # on q, k, v
+    tied: bool = True
+    eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None  # tokens a token looks back at most (Mistral)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("kv_heads", self.kv_heads or self.heads),
+            ("head_size", self.head_size or self.width // self.heads),
+        ):
+            object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.position == "rotary" and self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} is odd; rotary positions turn pairs")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers `start` … `stop - 1` of `layers`."""
+
+    start: int
+    stop: int
+    layers: int
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.layers
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, one pair per layer, `[batch, heads, time, size]`."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return max((self.seen(layer) for layer in self.layers), default=0)
+
+    def seen(self, layer: int) -> int:
+        return self.layers[layer][0].shape[2] if layer in self.layers else 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.layers:
+            before = self.layers[layer]
+            k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
+        self.layers[layer] = (k, v)
+        return k, v
+
+
+def rotations(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's turn, `[…, 1, time, head_size / 2]`, always in float32."""
+    exponent = torch.arange(0, config.head_size, 2, device=positions.device) / config.head_size
+    frequency = 1.0 / config.rope_theta ** exponent.float()
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_positions * frequency / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        keep = keep.clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    angle = positions.float()[..., None] * frequency
+    return angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_size / 2) of x `[batch, heads, time, head_size]`."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        size, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+        self.q = nn.Linear(config.width, size, bias=config.qkv_bias)
+        self.k = nn.Linear(config.width, kv, bias=config.qkv_bias)
+        self.v = nn.Linear(config.width, kv, bias=config.qkv_bias)
+        self.o = nn.Linear(size, config.width, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """x [batch, time, width]. The number of heads is read off the projections, which a rank may
+        hold in part."""
+        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.config.position == "rotary":
+            if positions is None:
+                past = cache.seen(self.layer) if cache is not None else 0
+                positions = torch.arange(past, past + q.shape[2], device=q.device)
+            cos, sin = rotations(self.config, positions)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None and q.shape[2] > 1,
+            enable_gqa=self.config.kv_heads != self.config.heads,
+        )
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = (
+            nn.Linear(config.width, config.hidden, bias=config.bias)
+            if config.activation == "swiglu"
+            else None
+        )
+        self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
+        self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def make_norm(config: DecoderConfig) -> nn.Module:
+    if config.norm == "rms":
+        return nn.RMSNorm(config.width, eps=config.eps)
+    return nn.LayerNorm(config.width, eps=config.eps)
+
+
+class DecoderBlock(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.feed_forward_norm = make_norm(config)
+        self.feed_forward = FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), positions, mask, cache))
+        return x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Embedding(nn.Module):
+    """Tokens and, for GPT-2, the places they stand at."""
+
+    def __init__(self, config: DecoderConfig, first: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = (
+            nn.Embedding(config.positions, config.width)
+            if config.position == "learned" and first
+            else None
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor | None, past: int) -> Tensor:
+        x = self.tokens(tokens)
+        if self.positions is None:
+            return x
+        if positions is None:
+            positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        return x + self.positions(positions)
+
+
+class TiedHead(nn.Module):
+    """Logits from the embedding's own weight, which stays the embedding's parameter alone."""
+
+    def __init__(self, tokens: nn.Embedding) -> None:
+        super().__init__()
+        self._tokens = (tokens,)  # in a tuple, so that it is not registered a second time
+
+    def borrows(self) -> tuple[Tensor, ...]:
+        """Parameters that `forward` uses and another module owns."""
+        return (self._tokens[0].weight,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._tokens[0].weight)
+
+
+class Decoder(nn.Module):
+    """Tokens `[batch, time]` to logits `[batch, time, vocab]`; a middle part, states to states."""
+
+    def __init__(self, config: DecoderConfig, part: Part | None = None) -> None:
+        super().__init__()
+        self.config, self.part = config, part or Part(0, config.layers, config.layers)
+        first, last = self.part.first, self.part.last
+        self.embed = Embedding(config, first) if first or (last and config.tied) else None
+        layers = range(self.part.start, self.part.stop)
+        self.blocks = nn.ModuleDict({str(i): DecoderBlock(config, i) for i in layers})
+        self.norm = make_norm(config) if last else None
+        self.head: nn.Module | None = None
+        if last and config.tied:
+            assert self.embed is not None
+            self.head = TiedHead(self.embed.tokens)
+        elif last:
+            self.head = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """`positions` [batch, time] replace 0, 1, 2 …; tokens of different `documents`
+        [batch, time] do not see each other."""
+        past = cache.length if cache is not None else 0
+        time = x.shape[1] if documents is None else documents.shape[1]
+        mask = attention_mask(self.config, time, past, documents, x.device)
+        if self.part.first:
+            assert self.embed is not None
+            x = self.embed(x, positions, past)
+        for block in self.blocks.values():
+            x = block(x, positions, mask, cache)
+        if self.norm is not None and self.head is not None:
+            x = self.head(self.norm(x))
+        return x
+
+    @property
+    def plan(self) -> ParallelPlan:
+        config = self.config
+        return ParallelPlan(
+            blocks=(DecoderBlock.__name__,),
+            tensor=tensor_plan(config),
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            vocab=config.vocab,
+            hidden=config.hidden,
+            width=config.width,
+            layer_cost=layer_cost(config),
+            head_cost=config.vocab * config.width,
+            tied=config.tied,
+            cast_weights=True,
+        )
+
+
+def attention_mask(
+    config: DecoderConfig, time: int, past: int, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """True where a token may look; None for the plain causal mask, which has a faster kernel."""
+    windowed = config.window is not None and past + time > config.window
+    if documents is None and not windowed and (past == 0 or time == 1):
+        return None
+    query = torch.arange(past, past + time, device=device)[:, None]
+    key = torch.arange(past + time, device=device)
+    mask = key <= query
+    if config.window is not None:
+        mask = mask & (key > query - config.window)
+    if documents is not None:
+        return (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    return mask
+
+
+def layer_cost(config: DecoderConfig) -> int:
+    """Multiplications per token in one block's matrices; attention itself is left out."""
+    attention = 2 * config.width * config.head_size * (config.heads + config.kv_heads)
+    matrices = 3 if config.activation == "swiglu" else 2
+    return attention + matrices * config.width * config.hidden
+
+
+def tensor_plan(config: DecoderConfig) -> dict[str, Split]:
+    block: dict[str, Split] = {
+        "attention_norm": "norm",
+        "attention": "gather",
+        "attention.q": "heads",
+        "attention.k": "heads",
+        "attention.v": "heads",
+        "attention.o": "row",
+        "feed_forward_norm": "norm",
+        "feed_forward": "gather",
+        "feed_forward.up": "column",
+        "feed_forward.down": "row",
+    }
+    if config.activation == "swiglu":
+        block["feed_forward.gate"] = "column"
+    return {
+        "embed": "scatter",
+        "embed.tokens": "embedding",
+        **{f"blocks.*.{name}": how for name, how in block.items()},
+        "norm": "norm",
+        "head": "tied-head" if config.tied else "head",
+    }
+
+
+def initial_std(config: DecoderConfig, name: str) -> float | None:
+    """The spread a parameter starts with, by its name; None: norms start at one, biases at zero.
+
+    As in GPT-2, what is added to the residual stream starts smaller the more layers add to it.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind == "bias" or module.endswith("norm"):
+        return None
+    if module.endswith(("attention.o", "feed_forward.down")):
+        return 0.02 / math.sqrt(2 * config.layers)
+    return 0.02

@@ -1,0 +1,159 @@
+"""Low-rank adapters through peft: beside a resting matrix W, two thin ones learn B·A.
+
+A layer `….q` becomes `….q.base_layer` with `….q.lora_A.default` [rank, in] and
+`….q.lora_B.default` [out, rank], and computes W x + alpha / rank · B A x.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from muster.errors import CheckpointError, MusterError, RecipeError
+from muster.models.decoder import DecoderConfig
+from muster.models.huggingface import new_folder, place
+from muster.models.huggingface_config import family_for
+from muster.models.weights import Region, Weights
+
+BASE = ".base_layer"
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def attach(
+    model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str]
+) -> None:
+    """In place, on a Decoder or a part of one, on any device. Only adapters then learn."""
+    model.requires_grad_(False)
+    layers = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if name.startswith("blocks.") and isinstance(module, nn.Linear)
+    ]
+    if not layers:  # a part that holds an end of the model only
+        return
+    unknown = [target for target in targets if target not in layers]
+    if unknown or not targets:
+        raise RecipeError(
+            f"model.lora.targets: {', '.join(unknown) or 'the list is empty'}; "
+            f"this model's layers are {', '.join(dict.fromkeys(layers))}"
+        )
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError:
+        raise MusterError("model.lora needs peft: pip install 'muster-train[peft]'") from None
+    options: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    inject_adapter_in_model(LoraConfig(target_modules=list(targets), **options), model)
+
+
+class AdapterWeights:
+    """The base's weights under the names they have beside adapters; A random, B zero.
+
+    A is drawn as peft draws it, from (seed, name) alone, so that any layout starts alike.
+    """
+
+    def __init__(self, base: Weights, seed: int) -> None:
+        self.base, self.seed = base, seed
+
+    def read(
+        self, name: str, shape: tuple[int, ...], region: Region, device: torch.device
+    ) -> Tensor:
+        if name.endswith(B):
+            return torch.zeros(shape, device=device)[region].clone()
+        if not name.endswith(A):
+            return self.base.read(name.replace(f"{BASE}.", "."), shape, region, device)
+        bound = 1 / math.sqrt(shape[1])  # Kaiming's uniform for a = √5
+        key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8]
+        generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+        whole = torch.empty(shape, device=device)
+        return whole.uniform_(-bound, bound, generator=generator)[region]
+
+
+def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Tensor]:
+    """W + alpha / rank · B A, under the names a model without adapters has."""
+    whole: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name.endswith((A, B)):
+            continue
+        layer, found, kind = name.partition(f"{BASE}.")
+        if found and kind == "weight":
+            a, b = state[layer + A], state[layer + B]
+            value = (value.float() + alpha / rank * (b.float() @ a.float())).to(value.dtype)
+        whole[name.replace(f"{BASE}.", ".")] = value
+    return whole
+
+
+def export_adapter(
+    folder: Path,
+    config: DecoderConfig,
+    state: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    base: str,
+    family: str | None = None,
+) -> None:
+    """The adapters of `state` as a folder that peft loads onto the transformers model `base`.
+
+    GPT-2 keeps q, k and v in one matrix. Their adapters become one of the summed rank: the As stand
+    one above the other, the Bs in blocks, and alpha grows with the rank so that the product stays.
+    """
+    family = family_for(config, family)
+    layers = [name.removesuffix(A) for name in state if name.endswith(A)]
+    if not layers:
+        raise CheckpointError("this model has no adapters to export; export the whole model")
+    fused: dict[str, list[str]] = {}
+    for layer in layers:
+        fused.setdefault(_module(family, layer), []).append(layer)
+    values: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for module, parts in fused.items():
+        a, b = _stacked(family, parts, state)
+        values[f"base_model.model.{module}.lora_A.weight"] = a
+        values[f"base_model.model.{module}.lora_B.weight"] = b
+        ranks[".".join(module.split(".")[-2:])] = len(a)  # such as attn.c_attn, self_attn.q_proj
+    document = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(ranks),
+        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {name: alpha * r / rank for name, r in ranks.items() if r != rank},
+        "fan_in_fan_out": family == "gpt2",
+    }
+    with new_folder(folder) as part:
+        save_file(values, part / "adapter_model.safetensors", metadata={"format": "pt"})
+        (part / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _module(family: str, layer: str) -> str:
+    return place(family, f"{layer}.weight").tensor.removesuffix(".weight")
+
+
+def _stacked(family: str, layers: list[str], state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A [rank · layers, in] and B [out, rank · layers] of one module, fused where GPT-2 fuses."""
+    lows = [state[layer + A].detach().cpu() for layer in layers]
+    ups = [state[layer + B].detach().cpu() for layer in layers]
+    where = place(family, f"{layers[0]}.weight")
+    if where.pieces == 1:
+        return lows[0].contiguous(), ups[0].contiguous()
+    out = len(ups[0])
+    b = ups[0].new_zeros(where.pieces * out, sum(len(low) for low in lows))
+    column = 0
+    for layer, up in zip(layers, ups, strict=True):
+        row = place(family, f"{layer}.weight").piece * out
+        b[row : row + out, column : column + up.shape[1]] = up
+        column += up.shape[1]
+    return torch.cat(lows), b

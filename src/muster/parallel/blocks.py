@@ -1,0 +1,79 @@
+"""What is done to each repeated block before it is sharded: checkpointing and compilation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from muster.errors import RecipeError
+
+Checkpointing = Literal["none", "full", "selective"]
+
+# The products of matrices: dear to compute again, and few beside everything else.
+KEPT = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:
+    """The modules of those classes; a name that matches none is an error, with what there is."""
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    missing = [name for name in names if name not in {type(m).__name__ for m in found}]
+    if missing:
+        present = {
+            type(m).__name__ for m in model.modules() if any(True for _ in m.parameters())
+        } - {type(model).__name__}
+        raise RecipeError(
+            f"{key}: no layer of class {', '.join(missing)} in {type(model).__name__}; "
+            f"it has {', '.join(sorted(present))}"
+        )
+    return found
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module], mode: Checkpointing) -> None:
+    """Forget what each block computed and compute it again when the backward pass needs it.
+
+    The forward method is replaced, not the module, so that names stay.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    for block in blocks:
+        block.forward = _checkpointed(block.forward, options)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return run
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """One compilation serves every block: they run the same code on other weights."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]

@@ -1,0 +1,213 @@
+"""ZeRO through DeepSpeed: the optimizer, the gradients or everything in shards over all ranks.
+
+DeepSpeed keeps weights, gradients and AdamW's averages in flat partitions of its own. What leaves
+this file (losses, the gradient norm, checkpoints) has the form that every other strategy gives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from muster.data.loader import Batch, Inputs
+from muster.errors import MusterError, RecipeError
+from muster.models.weights import Weights
+from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
+from muster.parallel.deepspeed_config import config_for
+from muster.parallel.engine import Builder, MakeOptimizer, Work
+from muster.parallel.materialise import materialise
+from muster.parallel.mesh import Mesh
+from muster.parallel.state import MOMENTS, begin
+from muster.parallel.timing import Moment
+from muster.recipe.schema import Recipe
+
+
+def library() -> Any:
+    try:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        import deepspeed
+    except ImportError as error:
+        raise MusterError(
+            f"distributed.strategy: zero needs DeepSpeed ({error}): pip install 'muster-train[deepspeed]'"
+        ) from None
+    # On CPUs DeepSpeed would first compile a shared-memory transport, which takes a compiler, a
+    # minute and a lock file that outlives a killed process; gloo is there already.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def apply(
+    builder: Builder,
+    mesh: Mesh,
+    recipe: Recipe,
+    precision: str,
+    make_optimizer: MakeOptimizer,
+) -> ZeroEngine:
+    """activation checkpointing → compile → weights → ZeRO."""
+    if recipe.model.lora:
+        raise RecipeError("model.lora: adapters train under ddp, fsdp and hsdp, not under zero")
+    os.environ["LOCAL_RANK"] = str(mesh.local_rank)  # DeepSpeed asks nowhere else
+    config = config_for(recipe, mesh.layout.zero, mesh.world, precision)
+    weights = builder.weights()
+    cut = mesh.layout.zero == 3 and weights is not None
+    with _partitioning(config, cut, weights is not None):
+        model = builder.build_model()
+    blocks = find_blocks(model, model.plan.blocks, "model.preset")  # type: ignore[union-attr,arg-type]
+    checkpoint_activations(blocks, recipe.training.activation_checkpointing)
+    if recipe.training.compile:
+        compile_blocks(blocks)
+    if cut:
+        assert weights is not None
+        _fill_partitions(model, weights, mesh.device)
+    elif weights is not None:
+        materialise(model, weights, mesh.device)
+    for module in model.modules():
+        for parameter in getattr(module, "borrows", lambda: ())():
+            library().zero.register_external_parameter(module, parameter)
+    return ZeroEngine(model, mesh, config, make_optimizer)
+
+
+def _partitioning(config: dict[str, Any], cut: bool, on_meta: bool) -> AbstractContextManager[Any]:
+    """At stage 3 each layer is cut into its partitions as soon as it is built."""
+    if cut:
+        return library().zero.Init(config_dict_or_path=config)  # type: ignore[no-any-return]
+    return torch.device("meta") if on_meta else nullcontext()
+
+
+def _fill_partitions(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """One parameter at a time is whole, long enough to be filled."""
+    for name, parameter in model.named_parameters():
+        with library().zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            region = tuple(slice(0, n) for n in parameter.shape)
+            parameter.copy_(weights.read(name, tuple(parameter.shape), region, device))
+
+
+class ZeroEngine:
+    """DeepSpeed's engine behind muster's interface."""
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, config: dict[str, Any], make_optimizer: MakeOptimizer
+    ) -> None:
+        self.mesh, self.parts = mesh, [model]
+        self._axis = init_device_mesh(mesh.device.type, (mesh.world,))
+        self.engine, self.optimizer, *_ = library().initialize(
+            model=model, optimizer=make_optimizer(model.named_parameters()), config=config
+        )
+        self._pending = False
+
+    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+        """DeepSpeed averages over ranks; the loss is multiplied by their number to get the sum."""
+        losses = []
+        for i, batch in enumerate(batches):
+            self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
+            prepared = work.prepare(batch)
+            with work.autocast():
+                inputs = work.inputs(prepared)
+                loss = work.loss(self.engine(*inputs.args, **inputs.shared), prepared)
+            self.engine.backward(loss * (work.scale * self.mesh.world), scale_wrt_gas=False)
+            losses.append(loss.detach())
+        self._pending = True
+        return losses
+
+    def forward(self, inputs: Inputs) -> Any:
+        return self.engine(*inputs.args, **inputs.shared)
+
+    def clip_(self, max_norm: float | None, scale: float = 1.0) -> float:
+        """The norm that DeepSpeed will clip by when it steps."""
+        if self.mesh.layout.zero < 3:
+            return float(self.optimizer.scaled_global_norm())
+        from deepspeed.runtime.utils import get_global_norm
+
+        return float(get_global_norm(norm_list=self.optimizer._get_norm_groups()))
+
+    def step(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.engine.step()
+        self._pending = False
+
+    def zero_grad(self) -> None:
+        """A step already cleared its gradients. Those of a skipped one, which are not finite,
+        DeepSpeed drops when it is told to step with them."""
+        if self._pending:
+            self.engine.step()
+            self._pending = False
+
+    def ready(self) -> Moment | None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        """Gathered one tensor at a time; each rank keeps its rows of each."""
+        self._begin()
+        return {
+            "model": {n: self._rows(self._read(p, None)) for n, p in self._named()}
+            | {n: b for n, b in self.parts[0].state_dict().items() if n in self._buffers()},
+            "optimizer": {
+                "step": self._step().detach().clone().cpu(),
+                **{
+                    moment: {n: self._rows(self._read(p, moment)) for n, p in self._named()}
+                    for moment in MOMENTS
+                },
+            },
+        }
+
+    def load_state(self, loaded: dict[str, Any]) -> None:
+        for name, parameter in self._named():
+            self._write(parameter, None, loaded["model"][name].full_tensor())
+            for moment in MOMENTS:
+                self._write(parameter, moment, loaded["optimizer"][moment][name].full_tensor())
+        for held in self.optimizer.optimizer.state.values():
+            held["step"].copy_(loaded["optimizer"]["step"])
+
+    def _begin(self) -> None:
+        """AdamW's averages, which DeepSpeed makes at the first step, and its view of them."""
+        inner, everything = self.optimizer.optimizer, self.mesh.layout.zero == 3
+        begin(
+            inner,
+            self.optimizer.fp32_partitioned_groups_flat
+            if everything
+            else self.optimizer.single_partition_of_fp32_groups,
+        )
+        for _, parameter in self._named():
+            mapping = getattr(parameter, "_hp_mapping", None)  # stages 1 and 2, on the owner
+            if mapping is not None:
+                flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                mapping.set_optim_state_fragment(flat, inner.state[flat])
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.parts[0].named_parameters()
+
+    def _buffers(self) -> set[str]:
+        return {name for name, _ in self.parts[0].named_buffers()}
+
+    def _step(self) -> Tensor:
+        return next(iter(self.optimizer.optimizer.state.values()))["step"]  # type: ignore[no-any-return]
+
+    def _read(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        if moment is None:
+            return safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
+        return safe_get_full_optimizer_state(parameter, moment)  # type: ignore[no-any-return]
+
+    def _write(self, parameter: nn.Parameter, moment: str | None, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        if moment is not None:
+            safe_set_full_optimizer_state(parameter, value, moment)
+            return
+        safe_set_full_fp32_param(parameter, value)
+        if self.mesh.layout.zero < 3:
+            parameter.data.copy_(value)
+
+    def _rows(self, whole: Tensor) -> Tensor:
+        """This rank's rows of a tensor, as FSDP would hold them."""
+        return distribute_tensor(whole, self._axis, [Shard(0)], src_data_rank=None)

@@ -1,0 +1,166 @@
+"""DeepSpeed's JSON: generated from the recipe, or a user's own file that agrees with it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from muster.errors import RecipeError
+from muster.recipe.schema import DeepSpeed, Recipe
+
+NEVER = 10**9
+
+
+def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[str, Any]:
+    """What DeepSpeed is started with. A user's file may add to it, not contradict it."""
+    generated = _generate(recipe, stage, world, precision)
+    if recipe.distributed.deepspeed.config is None:
+        return generated
+    path = Path(recipe.distributed.deepspeed.config).expanduser()
+    given = read(path)
+    check(path, given, recipe, generated)
+    return _merge(given, generated)
+
+
+def read(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text())
+    except OSError as error:
+        raise RecipeError(f"distributed.deepspeed.config: {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise RecipeError(f"distributed.deepspeed.config: {path} is not JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise RecipeError(f"distributed.deepspeed.config: {path} holds no object of settings")
+    return given
+
+
+def _generate(recipe: Recipe, stage: int, world: int, precision: str) -> dict[str, Any]:
+    training, options = recipe.training, recipe.distributed.deepspeed
+    _check_offload(options, stage)
+    if precision == "fp16":
+        raise RecipeError(
+            "training.precision: fp16 under zero would need DeepSpeed's own loss scaler; use bf16, "
+            "or strategy ddp, fsdp or hsdp"
+        )
+    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True}
+    for key, place in (
+        ("offload_optimizer", options.offload_optimizer),
+        ("offload_param", options.offload_param),
+    ):
+        if place != "none":
+            zero[key] = {"device": place} | (
+                {"nvme_path": options.nvme_path} if place == "nvme" else {}
+            )
+    if stage == 3:  # small models too are really cut
+        zero["stage3_param_persistence_threshold"] = 0
+    accumulation = training.gradient_accumulation_steps
+    return {
+        "train_micro_batch_size_per_gpu": _micro_batch(recipe, world),
+        "gradient_accumulation_steps": accumulation if isinstance(accumulation, int) else 1,
+        "gradient_clipping": training.max_grad_norm or 0.0,
+        "zero_optimization": zero,
+        "bf16": {"enabled": precision == "bf16"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": NEVER,
+    }
+
+
+def _micro_batch(recipe: Recipe, world: int) -> int:
+    size, accumulation = (
+        recipe.training.per_device_batch_size,
+        recipe.training.gradient_accumulation_steps,
+    )
+    if isinstance(size, int):
+        return size
+    slots = world * (accumulation if isinstance(accumulation, int) else 1)
+    return math.ceil(recipe.training.global_batch_size / slots)
+
+
+def _check_offload(options: DeepSpeed, stage: int) -> None:
+    if options.offload_param != "none" and stage < 3:
+        raise RecipeError(
+            f"distributed.deepspeed.offload_param: {options.offload_param} needs zero3, whose "
+            f"parameters are in partitions; this is zero{stage}"
+        )
+    if options.offload_optimizer == "nvme" and stage < 3:
+        raise RecipeError(
+            f"distributed.deepspeed.offload_optimizer: nvme needs zero3, this is zero{stage}; use cpu"
+        )
+    if "nvme" in (options.offload_optimizer, options.offload_param) and not options.nvme_path:
+        raise RecipeError("distributed.deepspeed.nvme_path: name a folder on the NVMe disk")
+
+
+def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str, Any]) -> None:
+    """Refuse a file that says something else than the recipe; "auto" agrees with everything."""
+    training = recipe.training
+    expected: dict[str, tuple[Any, str]] = {
+        "train_batch_size": (training.global_batch_size, "training.global_batch_size"),
+        "train_micro_batch_size_per_gpu": (
+            generated["train_micro_batch_size_per_gpu"],
+            "training.per_device_batch_size",
+        ),
+        "gradient_accumulation_steps": (
+            generated["gradient_accumulation_steps"],
+            "training.gradient_accumulation_steps",
+        ),
+        "gradient_clipping": (generated["gradient_clipping"], "training.max_grad_norm"),
+        "zero_optimization.stage": (
+            generated["zero_optimization"]["stage"],
+            "distributed.strategy",
+        ),
+        "bf16.enabled": (generated["bf16"]["enabled"], "training.precision"),
+        "fp16.enabled": (False, "training.precision"),
+        "optimizer.params.lr": (training.lr, "training.lr"),
+        "optimizer.params.betas": (list(training.betas), "training.betas"),
+        "optimizer.params.eps": (training.eps, "training.eps"),
+        "optimizer.params.weight_decay": (training.weight_decay, "training.weight_decay"),
+        "zero_optimization.offload_optimizer.device": (
+            recipe.distributed.deepspeed.offload_optimizer,
+            "distributed.deepspeed.offload_optimizer",
+        ),
+        "zero_optimization.offload_param.device": (
+            recipe.distributed.deepspeed.offload_param,
+            "distributed.deepspeed.offload_param",
+        ),
+    }
+    settings = dict(_flat(given))
+    wrong = [
+        f"{key} is {settings[key]!r} there and {value!r} in the recipe ({name})"
+        for key, (value, name) in expected.items()
+        if key in settings and settings[key] not in ("auto", value)
+    ]
+    kind = settings.get("optimizer.type", "AdamW")
+    if str(kind).lower() not in ("adamw", "adam"):
+        wrong.append(f"optimizer.type is {kind!r} there, and muster's is AdamW")
+    if any(key.startswith("scheduler.") for key in settings):
+        wrong.append("it has a scheduler, and the schedule is the recipe's (training.schedule)")
+    if wrong:
+        raise RecipeError(f"{path} contradicts the recipe: {'; '.join(wrong)}")
+
+
+def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _merge(given: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
+    """The user's keys beside muster's own. Optimizer and scheduler are muster's objects, and the
+    batch size is theirs to derive."""
+    kept = {
+        key: value
+        for key, value in given.items()
+        if key not in ("optimizer", "scheduler", "train_batch_size") and value != "auto"
+    }
+    merged = {**kept, **generated}
+    for key, value in generated.items():
+        if isinstance(value, dict) and isinstance(kept.get(key), dict):
+            inner = {k: v for k, v in kept[key].items() if v != "auto"}
+            merged[key] = {**value, **inner}
+    return merged

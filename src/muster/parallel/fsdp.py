@@ -1,0 +1,63 @@
+"""Fully sharded data parallel: each rank keeps a shard of every parameter, its gradient and its
+optimizer state, and gathers one block's parameters at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from muster.models.plan import ParallelPlan
+from muster.parallel.blocks import find_blocks
+from muster.parallel.mesh import Mesh
+from muster.recipe.schema import FSDP
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def data_axes(mesh: Mesh) -> DeviceMesh:
+    """The ranks that see different data: shards alone, or copies of shards."""
+    assert mesh.axes is not None
+    return mesh.axes["replicate", "shard"] if mesh.layout.replicate > 1 else mesh.axes["shard"]
+
+
+def shard(model: nn.Module, mesh: Mesh, plan: ParallelPlan, options: FSDP, precision: str) -> None:
+    """In place. Where the model allows it, parameters are rounded to `precision` before they are
+    gathered, which halves the traffic; gradients are always summed in float32."""
+    axes = data_axes(mesh)
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES.get(precision) if plan.cast_weights else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if options.cpu_offload
+        else OffloadPolicy()
+    )
+    again = options.sharding == "full_shard"
+    for block in find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap"):
+        fully_shard(
+            block, mesh=axes, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
+        )
+    fully_shard(
+        model, mesh=axes, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _sum_gradients(module)
+            if not options.backward_prefetch:
+                module.set_modules_to_backward_prefetch([module])  # already there: nothing ahead
+
+
+def _sum_gradients(module: FSDPModule) -> None:
+    """The loss is already divided by the units of the whole global batch: gradients add up."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)

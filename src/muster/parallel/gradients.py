@@ -1,0 +1,63 @@
+"""The norm of the whole gradient, however it is spread."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from muster.parallel.layout import Layout
+
+
+def local_gradients(
+    parameters: Iterable[nn.Parameter], layout: Layout, tied: Collection[nn.Parameter] = ()
+) -> dict[int, list[Tensor]]:
+    """This rank's gradients, grouped by how many ranks hold the same ones. `tied` ones are held by
+    two stages of a pipeline."""
+    stage = layout.world // layout.pipeline
+    groups: dict[int, list[Tensor]] = defaultdict(list)
+    twice = {id(parameter) for parameter in tied}
+    for parameter in parameters:
+        holders = stage * 2 if id(parameter) in twice else stage
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = settled(parameter)
+            pieces = math.prod(
+                gradient.device_mesh.size(i)
+                for i, placement in enumerate(gradient.placements)
+                if not placement.is_replicate()
+            )
+            groups[holders // pieces].append(gradient.to_local())
+        elif gradient is not None:
+            groups[holders].append(gradient)
+    return groups
+
+
+def settled(parameter: nn.Parameter) -> DTensor:
+    """A gradient spread as its parameter is. The backward pass may leave it otherwise: ranks that
+    each saw a stretch of the sequence hold only their share of a sum."""
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter.grad, DTensor)
+    if parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    return parameter.grad
+
+
+def global_norm(groups: dict[int, list[Tensor]], layout: Layout) -> float:
+    """Squares summed over all ranks, those that several hold counted once."""
+    total = sum(
+        float(torch.stack(torch._foreach_norm(grads)).double().square().sum()) / copies
+        for copies, grads in groups.items()
+    )
+    if not layout.plain:  # replicas hold the same sum already
+        packed = torch.tensor([total], dtype=torch.float64)
+        dist.all_reduce(packed)
+        total = packed.item()
+    else:
+        total *= layout.world
+    return math.sqrt(total)

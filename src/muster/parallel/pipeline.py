@@ -1,0 +1,187 @@
+"""Pipeline parallelism: each rank holds some layers, and micro-batches flow through the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from muster.data.loader import Batch, Inputs
+from muster.models.plan import ParallelPlan
+from muster.parallel.engine import TorchEngine, Work, whole
+from muster.parallel.gradients import settled
+from muster.parallel.mesh import Mesh
+from muster.recipe.schema import PipelineOptions
+
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+MANY_STAGES = ("interleaved", "zero-bubble")
+
+
+def stages_per_rank(options: PipelineOptions) -> int:
+    if isinstance(options.stages_per_rank, int):
+        return options.stages_per_rank
+    return 2 if options.schedule in MANY_STAGES else 1
+
+
+def microbatches(options: PipelineOptions, pipeline: int, samples: int) -> int:
+    """How many pieces flow at a time: more make the bubble smaller, but each has fewer samples."""
+    if isinstance(options.microbatches, int):
+        return options.microbatches
+    return pipeline * max(1, min(4, samples // pipeline))
+
+
+def cut_evenly(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
+    """Neighbouring layers in `parts` groups, none empty, the dearest group as cheap as possible."""
+    best: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {(0, 0): (0.0, [])}
+    for part in range(1, parts + 1):
+        for stop in range(part, len(costs) - (parts - part) + 1):
+            best[part, stop] = min(
+                (
+                    max(best[part - 1, start][0], sum(costs[start:stop])),
+                    [*best[part - 1, start][1], (start, stop)],
+                )
+                for start in range(part - 1, stop)
+                if (part - 1, start) in best
+            )
+    return best[parts, len(costs)][1]
+
+
+def layer_costs(plan: ParallelPlan) -> list[float]:
+    """Of each layer, in multiplications per token; the head is done by whoever has the last."""
+    costs = [float(plan.layer_cost)] * plan.layers
+    costs[-1] += plan.head_cost
+    return costs
+
+
+class PipelineEngine(TorchEngine):
+    """`parts` are this rank's stages: part i is stage `rank + i × pipeline ranks`."""
+
+    def __init__(
+        self,
+        parts: list[nn.Module],
+        optimizer: Optimizer,
+        mesh: Mesh,
+        plan: ParallelPlan,
+        options: PipelineOptions,
+        *,
+        split_loss: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__(parts[0], parts, optimizer, mesh.layout, split_loss=split_loss)
+        assert mesh.axes is not None
+        self.mesh, self.options, self.width = mesh, options, plan.width
+        self.pieces = mesh.layout.tensor if sequence_parallel else 1  # of the residual stream
+        self.group = mesh.axes["pipeline"].get_group()
+        self.ranks = mesh.layout.pipeline
+        self.rank = mesh.layout.pipeline_rank(mesh.rank)
+        self.stages = self.ranks * len(parts)
+        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._current: list[Batch] = []
+        self._work: Work | None = None
+        self._tie(plan.tied)
+
+    def _tie(self, tied: bool) -> None:
+        """First and last stage hold the same embedding: its gradient is the sum of theirs."""
+        self._ends: Any = None
+        if not tied:
+            return
+        assert self.mesh.axes is not None
+        columns = self.mesh.axes.mesh.flatten(1)
+        for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
+            group = dist.new_group([first, last])
+            if self.mesh.rank in (first, last):
+                self._ends = group
+        holder = self.parts[0] if self.rank == 0 else self.parts[-1]
+        if self._ends is not None:
+            self.tied = [p for n, p in holder.named_parameters() if n == "embed.tokens.weight"]
+
+    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+        rows = max(len(batch.ids) for batch in batches)
+        self._current = [work.prepare(batch.padded(rows)) for batch in batches]
+        self._work = work
+        calls = [work.inputs(batch) for batch in self._current]
+        args = [torch.cat(values) for values in zip(*(c.args for c in calls), strict=True)]
+        shared = {k: torch.cat([c.shared[k] for c in calls]) for k in calls[0].shared}
+        losses: list[Tensor] = []
+        which = torch.arange(len(batches), device=self.mesh.device)
+        with work.autocast(), loss_parallel() if self._split_loss else nullcontext():
+            self._schedule(len(batches), tuple(calls[0].args[0].shape)).step(
+                *(args if self.rank == 0 else ()),
+                target=which if self._holds_last else None,
+                losses=losses if self._holds_last else None,
+                return_outputs=False,
+                **shared,
+            )
+        if self.tied:
+            (embedding,) = self.tied
+            local = (
+                settled(embedding).to_local() if isinstance(embedding, DTensor) else embedding.grad
+            )
+            dist.all_reduce(local, group=self._ends)
+        return [whole(loss.detach()) / work.scale for loss in losses]
+
+    @property
+    def _holds_last(self) -> bool:
+        return self.rank == self.ranks - 1
+
+    def _schedule(self, count: int, shape: tuple[int, ...]) -> Any:
+        """Buffers between stages have one shape, so each shape has a schedule of its own."""
+        if (count, *shape) not in self._schedules:
+            stages = [
+                PipelineStage(
+                    part,
+                    self.rank + i * self.ranks,
+                    self.stages,
+                    self.mesh.device,
+                    group=self.group,
+                )
+                for i, part in enumerate(self.parts)
+            ]
+            kind = SCHEDULES[self.options.schedule]
+            self._schedules[count, *shape] = kind(
+                stages if self.options.schedule in MANY_STAGES else stages[0],
+                n_microbatches=count,
+                loss_fn=self._loss,
+                scale_grads=False,
+            )
+        return self._schedules[count, *shape]
+
+    def _loss(self, output: Any, which: Tensor) -> Tensor:
+        assert self._work is not None
+        return self._work.loss(output, self._current[int(which)]) * self._work.scale
+
+    def forward(self, inputs: Inputs) -> Any:
+        """One batch from stage to stage, for evaluation; the output stays with the last."""
+        x: Any = inputs.args[0]
+        rows, time = x.shape
+        for stage in range(self.stages):
+            owner, local = stage % self.ranks, stage // self.ranks
+            if owner == self.rank:
+                if stage > 0 and self.ranks > 1:
+                    x = torch.empty(rows, time // self.pieces, self.width, device=self.mesh.device)
+                    dist.recv(x, group=self.group, group_src=(stage - 1) % self.ranks)
+                x = self.parts[local](x, **inputs.shared)
+                if stage < self.stages - 1:
+                    dist.send(
+                        x.float().contiguous(), group=self.group, group_dst=(stage + 1) % self.ranks
+                    )
+        return whole(x) if self._holds_last else None

@@ -1,0 +1,69 @@
+"""Models and data of the parity table, small and uneven on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from muster import models
+from muster.check.parity import Course, course, short_recipe
+from muster.models.decoder import DecoderConfig
+from muster.parallel.mesh import Mesh
+from muster.recipe.load import load
+
+# Five layers do not divide by 2 or 4 stages, 67 hidden units not by 2 or 4 ranks, 257 symbols (the
+# bytes and the end of a document) not by anything; 18 sequences not by 4 ranks × 4 micro-batches.
+models.PRESETS["gpt-uneven"] = DecoderConfig(
+    257, layers=5, width=32, heads=4, hidden=67, positions=32
+)
+models.PRESETS["llama-uneven"] = DecoderConfig(
+    257,
+    layers=5,
+    width=32,
+    heads=8,
+    kv_heads=4,
+    hidden=67,
+    positions=32,
+    position="rotary",
+    norm="rms",
+    activation="swiglu",
+    bias=False,
+    qkv_bias=False,
+    tied=False,
+)
+RECIPES = {"gpt": "gpt-micro", "llama": "llama-micro", "lmu": "speech"}
+BATCH = 18
+
+
+def overrides_for(model: str, corpus: str) -> list[str]:
+    if model == "lmu":
+        return [
+            "data.cache_gib=0.1",
+            "evaluation.decoder=greedy",
+            "evaluation.ngram=null",
+            "evaluation.known_words=false",
+            "training.global_batch_size=16",
+            "training.lr=1e-3",
+        ]
+    return [
+        f"model.preset={model}-uneven",
+        f"data.train={corpus}",
+        "data.sequence_length=24",
+        f"training.global_batch_size={BATCH}",
+    ]
+
+
+def train_row(
+    mesh: Mesh, folder: str, model: str, corpus: str, options: list[str], accumulation: int
+) -> Course | None:
+    recipe = load(
+        RECIPES[model],
+        short_recipe(
+            [
+                *overrides_for(model, corpus),
+                f"training.gradient_accumulation_steps={accumulation}",
+                *options,
+            ]
+        ),
+    )
+    made = course(recipe, mesh, Path(folder))
+    return made if mesh.first else None

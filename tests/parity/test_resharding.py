@@ -1,0 +1,124 @@
+"""Law 2: a checkpoint of any layout continues under any other, at the same sample."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from muster.check.parity import TOLERANCE, Course, course, distance, short_recipe
+from muster.recipe.load import load
+from parity.table import RECIPES, overrides_for
+
+STEPS, SAVED = 6, 3
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "alone": (1, ()),
+    "ddp 2": (2, ("distributed.strategy=ddp",)),
+    "fsdp 4": (4, ("distributed.strategy=fsdp",)),
+    "zero3 2": (2, ("distributed.strategy=zero3",)),
+    "tensor 2 × pipeline 2": (
+        4,
+        ("distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pipeline=2"),
+    ),
+}
+SAVERS = [name for name in LAYOUTS if name != "alone"]
+ORDINARY = set(zip(SAVERS, [*SAVERS[1:], SAVERS[0]], strict=True)) | {(s, s) for s in SAVERS}
+
+
+def train_on(mesh, folder: str, corpus: str, options: list[str]) -> Course | None:
+    recipe = load(
+        RECIPES["gpt"],
+        short_recipe(
+            [
+                *overrides_for("gpt", corpus),
+                f"training.steps={STEPS}",
+                f"checkpoint.every_steps={SAVED}",
+                *options,
+            ]
+        ),
+    )
+    made = course(recipe, mesh, Path(folder))
+    return made if mesh.first else None
+
+
+@pytest.fixture(scope="module")
+def straight(ranks, small_corpus, tmp_path_factory):
+    """A layout's uninterrupted run, with a checkpoint in the middle: its course and its folder."""
+    kept = {}
+
+    def run(name: str) -> tuple[Course, Path]:
+        if name not in kept:
+            world, options = LAYOUTS[name]
+            folder = tmp_path_factory.mktemp("straight")
+            kept[name] = (
+                ranks(world)(train_on, str(folder), small_corpus, list(options))[0],
+                folder,
+            )
+        return kept[name]
+
+    return run
+
+
+def continued(ranks, straight, small_corpus, folder: Path, saver: str, loader: str) -> Course:
+    """Only the checkpoint in the middle goes along."""
+    middle = straight(saver)[1] / "checkpoints" / f"step-{SAVED}"
+    shutil.copytree(middle, folder / "checkpoints" / f"step-{SAVED}")
+    world, options = LAYOUTS[loader]
+    return ranks(world)(train_on, str(folder), small_corpus, list(options))[0]
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        pytest.param(s, x, marks=() if x == "alone" or (s, x) in ORDINARY else pytest.mark.full)
+        for s in SAVERS
+        for x in LAYOUTS
+    ],
+)
+def test_a_checkpoint_continues_under_any_layout(
+    ranks, straight, small_corpus, tmp_path, saver, loader
+):
+    went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader)
+    reference = straight("alone")[0]
+    tail = Course(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
+    found = distance(tail, went_on)
+    print(f"\n| {saver} | {loader} | {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |")
+    assert len(went_on.losses) == STEPS - SAVED
+    assert found.small, found
+    if saver == loader:
+        unbroken = straight(saver)[0]
+        assert went_on.losses == unbroken.losses[SAVED:]
+        assert went_on.norms == unbroken.norms[SAVED:]
+        assert all(torch.equal(went_on.weights[n], w) for n, w in unbroken.weights.items())
+
+
+def test_the_comparison_notices_a_lost_optimizer(ranks, straight, small_corpus, tmp_path):
+    """Starting AdamW afresh at the saved weights is what a careless loader does."""
+    wrong = ranks(1)(forget_the_averages, str(tmp_path), small_corpus, str(straight("alone")[1]))[0]
+    reference = straight("alone")[0]
+    tail = Course(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
+    found = distance(tail, wrong)
+    assert found.loss > 10 * TOLERANCE
+
+
+def forget_the_averages(mesh, folder: str, corpus: str, saved: str) -> Course | None:
+    from muster.parallel.engine import TorchEngine
+
+    shutil.copytree(
+        Path(saved, "checkpoints", f"step-{SAVED}"), Path(folder, "checkpoints", f"step-{SAVED}")
+    )
+    right = TorchEngine.load_state
+
+    def wrong(self, loaded):
+        right(self, loaded)
+        for held in self.optimizer.state.values():
+            held["exp_avg"].zero_()
+            held["exp_avg_sq"].zero_()
+
+    TorchEngine.load_state = wrong
+    try:
+        return train_on(mesh, folder, corpus, [])
+    finally:
+        TorchEngine.load_state = right

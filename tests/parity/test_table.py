@@ -1,0 +1,94 @@
+"""Law 1: the strategy never changes the maths."""
+
+from __future__ import annotations
+
+import pytest
+
+from muster.check.parity import ROWS, TOLERANCE, Row, distance
+from parity.table import train_row
+
+MODELS = ("gpt", "llama", "lmu")
+# One row of each strategy in the ordinary tests, both families and both accumulations in turn.
+ORDINARY = {
+    ("ddp", 2, "gpt", 4),
+    ("ddp", 4, "llama", 1),
+    ("fsdp", 2, "lmu", 4),
+    ("fsdp", 4, "gpt", 4),
+    ("fsdp", 4, "llama", 1),
+    ("hsdp", 4, "gpt", 1),
+    ("zero1", 2, "gpt", 4),
+    ("zero2", 2, "llama", 4),
+    ("zero3", 2, "gpt", 4),
+    ("zero3", 2, "lmu", 1),
+    ("tensor", 2, "gpt", 4),
+    ("tensor", 4, "llama", 1),
+    ("tensor, plain", 2, "gpt", 1),
+    ("pipeline 1f1b", 2, "gpt", 4),
+    ("pipeline 1f1b", 4, "llama", 1),
+    ("pipeline gpipe", 2, "llama", 1),
+    ("pipeline interleaved", 2, "gpt", 4),
+    ("pipeline zero-bubble", 2, "gpt", 1),
+    ("tensor × fsdp", 4, "gpt", 1),
+    ("tensor × fsdp", 4, "llama", 4),
+    ("pipeline × fsdp", 4, "gpt", 4),
+    ("tensor × pipeline", 4, "llama", 1),
+    ("tensor × pipeline × fsdp", 8, "gpt", 1),
+}
+
+
+def cells():
+    for row in ROWS:
+        for world in row.worlds:
+            for model in MODELS if not row.decoder_only else MODELS[:2]:
+                for accumulation in (1, 4):
+                    key = (row.name, world, model, accumulation)
+                    marks = () if key in ORDINARY else (pytest.mark.full,)
+                    yield pytest.param(
+                        row, world, model, accumulation, marks=marks, id="-".join(map(str, key))
+                    )
+
+
+@pytest.mark.parametrize(("row", "world", "model", "accumulation"), list(cells()))
+def test_a_strategy_gives_the_course_of_one_process(
+    course_of, row: Row, world: int, model: str, accumulation: int
+):
+    found = distance(course_of(model, 1), course_of(model, world, row.options, accumulation))
+    print(
+        f"\n| {row.name} | {world} | {model} | {accumulation} "
+        f"| {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |"
+    )
+    assert found.small, found
+
+
+def test_the_ordinary_rows_exist():
+    """A renamed row must not silently drop out of the ordinary tests."""
+    names = {(row.name, world) for row in ROWS for world in row.worlds}
+    assert {key[:2] for key in ORDINARY} <= names
+
+
+def broken_row(mesh, folder, model, corpus, options):
+    """Each rank divides by its own units instead of the global batch's: the usual mistake."""
+    from muster.train import loop
+
+    right = loop._accumulate
+
+    def wrong(job, micro_batches, units):
+        own = sum(b.units for b in micro_batches) * job.mesh.layout.data_ranks
+        return right(job, micro_batches, own)
+
+    loop._accumulate = wrong
+    try:
+        return train_row(mesh, folder, model, corpus, options, 1)
+    finally:
+        loop._accumulate = right
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_table_catches_a_normalisation_by_rank(
+    ranks, course_of, small_corpus, tmp_path, strategy
+):
+    options = [f"distributed.strategy={strategy}"]
+    broken = ranks(2)(broken_row, str(tmp_path), "lmu", small_corpus, options)[0]
+    found = distance(course_of("lmu", 1), broken)
+    assert not found.small
+    assert found.norm > 10 * TOLERANCE

@@ -1,0 +1,170 @@
+"""Checkpoints handed to transformers and peft."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import torch.distributed.checkpoint as dcp
+import typer
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from muster.cli.export import export as export_command
+from muster.errors import MusterError
+from muster.exchange import export_checkpoint
+from muster.recipe.load import load
+from muster.tasks import build_task
+from muster.train.checkpoint import FORMAT, digest
+
+TOKENS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
+LORA = ["+model.lora={rank: 2, alpha: 6.0, targets: [q, v, up]}"]
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        eos_token_id=[60, 61],
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {word: i for i, word in enumerate([*(chr(97 + i) for i in range(20)), "</s>"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"})
+    )
+    return folder
+
+
+def checkpoint(folder: Path, recipe: str, overrides: list[str]) -> tuple[Path, nn.Module]:
+    """A complete checkpoint of random weights, and the model that has them."""
+    loaded = load(recipe, overrides)
+    task = build_task(loaded)
+    model = task.build_model().eval()
+    if (weights := task.weights()) is not None:
+        for name, p in model.named_parameters():
+            everything = (slice(None),) * p.ndim
+            p.data = weights.read(name, tuple(p.shape), everything, torch.device("cpu"))
+            if "lora_B" in name:
+                p.data.normal_(0, 0.5)
+    step = folder / "checkpoints" / "step-1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=step, no_dist=True)
+    (step / "recipe.json").write_text(json.dumps(loaded.as_dict()))
+    (step / "assets.json").write_text(json.dumps(task.assets))
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in step.iterdir()}
+    manifest: dict[str, Any] = {"format": FORMAT, "trainer": {"step": 1}, "files": files}
+    (step / "manifest.json").write_text(json.dumps(manifest))
+    return folder, model
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["gpt-micro", "llama-micro"])
+@torch.no_grad()
+def test_a_fresh_model_becomes_a_folder(recipe: str, tmp_path: Path):
+    run, model = checkpoint(tmp_path / "run", recipe, [])
+    export_checkpoint(run, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same(theirs(TOKENS).logits, model(TOKENS))
+    assert theirs.config.eos_token_id == 256  # the end of a document, for tokens that are bytes
+
+
+@torch.no_grad()
+def test_a_pretrained_model_keeps_its_family_tokenizer_and_special_tokens(
+    pretrained: Path, tmp_path: Path
+):
+    run, model = checkpoint(
+        tmp_path / "run",
+        "llama-micro",
+        [f"model.pretrained={pretrained}", "data.sequence_length=32"],
+    )
+    export_checkpoint(run / "checkpoints" / "step-1", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same(theirs(TOKENS).logits, model(TOKENS))
+    assert theirs.config.eos_token_id == [60, 61]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer("c b a")["input_ids"] == [2, 1, 0]
+
+
+@torch.no_grad()
+def test_without_the_original_folder_the_checkpoint_brings_its_own_tokenizer(
+    pretrained: Path, tmp_path: Path
+):
+    moved = tmp_path / "pretrained"
+    moved.mkdir()
+    for path in pretrained.iterdir():
+        (moved / path.name).write_bytes(path.read_bytes())
+    run, model = checkpoint(
+        tmp_path / "run", "llama-micro", [f"model.pretrained={moved}", "data.sequence_length=32"]
+    )
+    moved.rename(tmp_path / "elsewhere")
+    export_checkpoint(run, tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert_same(theirs(TOKENS).logits, model(TOKENS))
+    assert theirs.config.eos_token_id == 20
+    found = tokenizers.Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert found.encode("c b a").ids == [2, 1, 0]
+
+
+@torch.no_grad()
+def test_adapters_are_merged_or_exported_alone(pretrained: Path, tmp_path: Path):
+    overrides = [f"model.pretrained={pretrained}", "data.sequence_length=32", *LORA]
+    run, model = checkpoint(tmp_path / "run", "llama-micro", overrides)
+    base = AutoModelForCausalLM.from_pretrained(pretrained).eval()
+    ours = model(TOKENS)
+    assert (base(TOKENS).logits - ours).abs().max() > 0.1
+    export_checkpoint(run, tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert_same(merged(TOKENS).logits, ours)
+    export_checkpoint(run, tmp_path / "adapter", adapter=True)
+    assert_same(PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(TOKENS).logits, ours)
+    about = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(pretrained)
+
+
+def test_what_cannot_be_exported_says_why(pretrained: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    with pytest.raises(MusterError, match="no checkpoint at"):
+        export_checkpoint(tmp_path / "nowhere", out)
+    greedy = ["evaluation.decoder=greedy", "evaluation.ngram=null", "evaluation.known_words=false"]
+    run, _ = checkpoint(tmp_path / "speech", "speech", greedy)
+    with pytest.raises(MusterError, match=r"task speech-ctc; only language models \(causal-lm\)"):
+        export_checkpoint(run, out)
+    run, _ = checkpoint(tmp_path / "plain", "gpt-micro", [])
+    with pytest.raises(MusterError, match=r"without model\.lora"):
+        export_checkpoint(run, out, adapter=True)
+    run, _ = checkpoint(tmp_path / "fresh", "gpt-micro", LORA)
+    with pytest.raises(MusterError, match="not pretrained"):
+        export_checkpoint(run, out, adapter=True)
+    assert not out.exists()
+
+
+def test_the_command_exports(tmp_path: Path):
+    run, _ = checkpoint(tmp_path / "run", "gpt-micro", [])
+    app = typer.Typer()
+    app.command()(export_command)
+    result = CliRunner().invoke(app, [str(run), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "written to" in result.output
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_layer == 4
