@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,8 @@ def time_muster(recipe: Any, clock: Clock, folder: Path) -> float:
         clock.tick(record.step)
 
     job.observer.step = step  # type: ignore[method-assign]
-    try:
+    with suppress(Enough):
         train(job)
-    except Enough:
-        pass
     job.observer.close()
     meshes.leave()
     return float(read_lines(run.path / "metrics.jsonl")[0]["loss"])
@@ -146,10 +145,8 @@ def time_trainer(recipe: Any, clock: Clock, folder: Path) -> float:
         train_dataset=hf_trainer.PlannedSequences(task, source, plan, steps),
         callbacks=[Ticking()],
     )
-    try:
+    with suppress(Enough):
         trainer.train()
-    except Enough:
-        pass
     return float(trainer.state.log_history[0]["loss"])
 
 
@@ -159,6 +156,7 @@ SIDES = {"muster": time_muster, "trainer": time_trainer}
 def measure(args: argparse.Namespace) -> None:
     """One side, in this process; the last line printed is what was found."""
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # the corpus as tokens shall not outlive this
         clock = Clock(args.warmup, args.steps)
         loss = SIDES[args.only](make_recipe(args, Path(folder)), clock, Path(folder))
     tokens = args.batch * args.length * args.steps

@@ -2,50 +2,107 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from muster import runs
-from muster.errors import MusterError
+from muster.errors import LaunchError, MusterError
 from muster.hardware import inventory
 from muster.launch import cluster
+from muster.launch.cluster import Place
 from muster.launch.spawn import spawn
 from muster.observe.console import follow, results_table
 from muster.observe.logs import set_up
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
+from muster.recipe.schema import Recipe
 from muster.worker import leave_word, run_rank
 
 log = logging.getLogger(__name__)
 
 
-def train_here(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+RankLife = Callable[[Recipe, Place, runs.Run | None], dict[str, Any]]
+
+
+def train_here(
+    recipe: str, overrides: Sequence[str] = (), life: RankLife = run_rank
+) -> dict[str, Any]:
     """Train as whichever rank this process is: started by torchrun, or alone by plain python.
 
-    Rank 0 shows the run in the terminal by reading its files, as `muster watch` does.
+    Rank 0 shows the run in the terminal by reading its files, as `muster watch` does. `life` is
+    what a rank does from joining the others to leaving them.
     """
     place = cluster.detect(os.environ)
     set_up(f"Rank {place.rank}")
+    if place.world == 1 and (words := idle_words(visible_gpus(), sys.argv)):
+        log.warning("%s", words)
     try:
         loaded = load(recipe, overrides)
         if place.rank > 0:
-            return run_rank(loaded, place)
+            return life(loaded, place, None)
         run = runs.create(Path(loaded.logging.dir), loaded.name, {"recipe.yaml": to_yaml(loaded)})
         run.own()
         run.update(state="running", ranks=place.world)
         with _watched(run):
-            return run_rank(loaded, place, run)
+            return life(loaded, place, run)
     except MusterError as error:
         log.error("%s", error)
         os._exit(2)  # other ranks may sit in a collective; torchrun ends them
+
+
+def train_with_trainer(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The same with Hugging Face's own Trainer instead of muster's loop."""
+    return train_here(recipe, overrides, _trainer_life)
+
+
+def _trainer_life(recipe: Recipe, place: Place, run: runs.Run | None) -> dict[str, Any]:
+    try:
+        import_module("accelerate")  # transformers itself asks for it only later
+        from muster import hf_trainer
+    except ImportError as error:
+        raise LaunchError(
+            f"Hugging Face's Trainer needs transformers and accelerate ({error}); install them with "
+            "pip install 'muster-train[trainer]'"
+        ) from None
+    return hf_trainer.run_rank(recipe, place, run)
+
+
+def script_arguments(arguments: Sequence[str], recipe: Path) -> tuple[str, list[str]]:
+    """`[--recipe NAME_OR_FILE] [key=value …]`; without the first, the script's own `recipe`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe", default=str(recipe), help="one of muster's recipes, or a file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    found = parser.parse_intermixed_args(arguments)
+    return found.recipe, found.overrides
+
+
+def visible_gpus() -> int:
+    """Of either vendor, after masks such as CUDA_VISIBLE_DEVICES."""
+    return torch.cuda.device_count()
+
+
+def idle_words(gpus: int, command: Sequence[str]) -> str | None:
+    """What to say when one process runs `command` on a machine with several GPUs."""
+    if gpus < 2:
+        return None
+    idle = f"{gpus - 1} others are idle" if gpus > 2 else "the other one is idle"
+    return (
+        f"only GPU 0 of {gpus} is in use, {idle}; to use all of them: "
+        f"torchrun --nproc_per_node={gpus} {shlex.join(command)}"
+    )
 
 
 @contextmanager

@@ -199,14 +199,29 @@ class ZeroEngine:
         return safe_get_full_optimizer_state(parameter, moment)  # type: ignore[no-any-return]
 
     def _write(self, parameter: nn.Parameter, moment: str | None, value: Tensor) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+        """Into DeepSpeed's float32 partitions and, for weights, into what the model computes with."""
+        from deepspeed import utils
 
-        if moment is not None:
-            safe_set_full_optimizer_state(parameter, value, moment)
-            return
-        safe_set_full_fp32_param(parameter, value)
-        if self.mesh.layout.zero < 3:
+        if self.mesh.layout.zero == 3:
+            piece = self._piece(parameter, value)
+            if moment is not None:
+                utils.safe_set_local_optimizer_state(parameter, piece, moment)
+                return
+            utils.safe_set_local_fp32_param(parameter, piece)
+            parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
+        elif moment is not None:
+            utils.safe_set_full_optimizer_state(parameter, value, moment)
+        else:
+            utils.safe_set_full_fp32_param(parameter, value)
             parameter.data.copy_(value)
+
+    def _piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This rank's partition at stage 3: equal stretches of the flat tensor, the last one padded
+        (DeepSpeed's own function for whole values does not pad)."""
+        size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        flat = value.flatten()
+        padded = torch.nn.functional.pad(flat, (0, size * self.mesh.world - flat.numel()))
+        return padded[size * self.mesh.rank : size * (self.mesh.rank + 1)]
 
     def _rows(self, whole: Tensor) -> Tensor:
         """This rank's rows of a tensor, as FSDP would hold them."""

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from muster.parallel.layout import Layout
 
@@ -19,6 +20,8 @@ def local_gradients(
 ) -> dict[int, list[Tensor]]:
     """This rank's gradients, grouped by how many ranks hold the same ones. `tied` ones are held by
     two stages of a pipeline."""
+    parameters = list(parameters)
+    _sum_shares(parameters)
     stage = layout.world // layout.pipeline
     groups: dict[int, list[Tensor]] = defaultdict(list)
     twice = {id(parameter) for parameter in tied}
@@ -38,9 +41,28 @@ def local_gradients(
     return groups
 
 
+def _sum_shares(parameters: Iterable[nn.Parameter]) -> None:
+    """Ranks that each saw a stretch of the sequence hold only their share of a norm's gradient.
+    These are many and short, so all of them travel in one message."""
+    shared: dict[DeviceMesh, list[nn.Parameter]] = defaultdict(list)
+    for p in parameters:
+        if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
+            (placement, *others), (held, *_) = p.placements, p.grad.placements
+            if not others and placement.is_replicate() and held.is_partial("sum"):
+                shared[p.device_mesh].append(p)
+    for axis, members in shared.items():
+        shares = [p.grad.to_local() for p in members]  # type: ignore[union-attr]
+        summed = torch.cat([share.flatten() for share in shares])
+        dist.all_reduce(summed, group=axis.get_group())
+        pieces = summed.split([share.numel() for share in shares])
+        for p, share, piece in zip(members, shares, pieces, strict=True):
+            p.grad = DTensor.from_local(  # type: ignore[assignment]
+                piece.view_as(share), axis, [Replicate()], run_check=False
+            )
+
+
 def settled(parameter: nn.Parameter) -> DTensor:
-    """A gradient spread as its parameter is. The backward pass may leave it otherwise: ranks that
-    each saw a stretch of the sequence hold only their share of a sum."""
+    """A gradient spread as its parameter is. The backward pass may leave it otherwise."""
     assert isinstance(parameter, DTensor)
     assert isinstance(parameter.grad, DTensor)
     if parameter.grad.placements != parameter.placements:

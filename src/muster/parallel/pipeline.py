@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from muster.data.loader import Batch, Inputs
+from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
 from muster.parallel.engine import TorchEngine, Work, whole
 from muster.parallel.gradients import settled
@@ -37,16 +38,33 @@ MANY_STAGES = ("interleaved", "zero-bubble")
 
 
 def stages_per_rank(options: PipelineOptions) -> int:
-    if isinstance(options.stages_per_rank, int):
-        return options.stages_per_rank
-    return 2 if options.schedule in MANY_STAGES else 1
+    many, asked = options.schedule in MANY_STAGES, options.stages_per_rank
+    if not isinstance(asked, int):
+        return 2 if many else 1
+    if many != (asked > 1):
+        raise RecipeError(
+            f"distributed.pipeline_options.stages_per_rank: {asked}, but schedule {options.schedule} "
+            f"needs {'2 or more' if many else 'exactly 1'}; use auto, or schedule "
+            f"{' or '.join(s for s in SCHEDULES if (s in MANY_STAGES) != many)}"
+        )
+    return asked
 
 
 def microbatches(options: PipelineOptions, pipeline: int, samples: int) -> int:
     """How many pieces flow at a time: more make the bubble smaller, but each has fewer samples."""
-    if isinstance(options.microbatches, int):
-        return options.microbatches
-    return pipeline * max(1, min(4, samples // pipeline))
+    asked = options.microbatches
+    if not isinstance(asked, int):
+        return pipeline * max(1, min(4, samples // pipeline))
+    few = asked < pipeline and options.schedule != "gpipe"
+    odd = asked % pipeline and options.schedule in MANY_STAGES
+    if few or odd:
+        near = pipeline * max(1, round(asked / pipeline))
+        raise RecipeError(
+            f"distributed.pipeline_options.microbatches: schedule {options.schedule} on {pipeline} "
+            f"pipeline ranks needs {'a multiple of' if odd else 'at least'} {pipeline}, not {asked}; "
+            f"use {near}, or auto"
+        )
+    return asked
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:

@@ -1,0 +1,90 @@
+"""Tensor parallelism, parameter by parameter against one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from muster.models.decoder import Decoder, DecoderConfig
+from muster.parallel import tensor
+from muster.recipe.schema import TensorOptions
+from parallel.models import (
+    GPT,
+    LLAMA,
+    make_batch,
+    make_engine,
+    make_work,
+    micro_batches,
+    single,
+    whole_gradients,
+)
+
+# Sums over the ranks are taken in another order: about 1e-7 of the largest gradient.
+TOLERANCE = 2e-6
+Found = tuple[dict[str, Tensor], Tensor, float]
+
+
+def run(engine, pieces, batch) -> Found:
+    """Gradients by name, and after them the logits of a batch of another size, and the loss."""
+    losses = engine.accumulate(pieces, make_work(batch.units))
+    engine.clip_(None)
+    gradients = whole_gradients(engine)
+    engine.zero_grad()
+    with torch.no_grad():
+        logits = engine.forward(make_work(1).inputs(other_batch(batch)))
+    return gradients, logits, float(sum(losses))
+
+
+def other_batch(batch):
+    return dataclasses.replace(batch, tensors={k: t[:3] for k, t in batch.tensors.items()})
+
+
+def run_split(mesh, config: DecoderConfig, options: dict[str, Any], time: int) -> Found:
+    distributed = {"strategy": "tensor", "tensor_options": options}
+    engine = make_engine(mesh, config, distributed)
+    batch = make_batch(config, 6, time=time)
+    return run(engine, micro_batches(mesh, distributed, batch, 2), batch)
+
+
+def run_alone(config: DecoderConfig, time: int) -> Found:
+    batch = make_batch(config, 6, time=time)
+    return run(single(config), [batch], batch)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).abs().max()) <= TOLERANCE * max(1.0, float(one.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "loss", "time"),
+    [(True, True, 8), (True, True, 7), (True, False, 6), (False, True, 7), (False, False, 8)],
+)
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_every_gradient_is_that_of_one_process(ranks, config, sequence, loss, time):
+    options = {"sequence_parallel": sequence, "loss_parallel": loss}
+    gradients, logits, total = run_alone(config, time)
+    for found_gradients, found_logits, found_total in ranks(2)(run_split, config, options, time):
+        assert found_total == pytest.approx(total, rel=1e-6)
+        assert set(found_gradients) == set(gradients)
+        for name, gradient in gradients.items():
+            assert close(gradient, found_gradients[name]), name
+        assert close(logits, found_logits)
+
+
+def unmatched(mesh) -> None:
+    from muster.parallel.layout import Layout
+
+    axis = mesh.arranged(Layout(tensor=2)).axes["tensor"]
+    with torch.device("meta"):
+        model = Decoder(GPT)
+    plan = dataclasses.replace(model.plan, tensor={"blocks.*.attention.query": "heads"})
+    tensor.split(model, axis, plan, TensorOptions())
+
+
+def test_a_line_of_the_plan_that_touches_nothing_is_an_error(ranks):
+    with pytest.raises(AssertionError, match=r"'blocks\.\*\.attention\.query' matches no layer"):
+        ranks(2)(unmatched)
