@@ -19,7 +19,7 @@ start_on_all() {
   fi
   if [[ "$ranks" == 0 ]]; then
     local cores
-    cores=$(nproc)
+    cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)  # nproc heeds both
     ranks=$((cores < 2 ? cores : 2))
     export OMP_NUM_THREADS="${OMP_NUM_THREADS-$((cores / ranks))}"
     echo "torch sees no $vendor GPU here: training on $ranks CPU rank(s) instead" >&2

@@ -58,11 +58,14 @@ class Maker:
         return FreshWeights(7, lambda name: initial_std(self.config, name))
 
 
-def make_recipe(distributed: dict[str, Any] | None = None, **training: Any) -> Recipe:
+def make_recipe(
+    distributed: dict[str, Any] | None = None, *, time: int = TIME, **training: Any
+) -> Recipe:
     return Recipe.model_validate(
         {
             "task": "causal-lm",
             "model": {"preset": "tiny"},
+            "data": {"sequence_length": time},
             "training": {"steps": 3, "global_batch_size": 8, "precision": "fp32", **training},
             "distributed": distributed or {},
         }
@@ -73,10 +76,10 @@ def make_engine(
     mesh: Mesh,
     config: DecoderConfig,
     distributed: dict[str, Any] | None = None,
-    **training: Any,
+    **others: Any,
 ) -> Engine:
-    """All ranks of the pool together, as `distributed` says."""
-    recipe = make_recipe(distributed, **training)
+    """All ranks of the pool together, as `distributed` says; `others` are options of training."""
+    recipe = make_recipe(distributed, **others)
     mesh = mesh.arranged(layout_for(recipe.distributed, mesh.world))
     return apply(
         Maker(config), mesh, recipe, "fp32", lambda named: make_optimizer(recipe.training, named)
@@ -134,7 +137,7 @@ def course(engine: Engine, pieces: list[Batch], units: int, steps: int = 3) -> l
     norms = []
     for _ in range(steps):
         engine.accumulate(pieces, make_work(units))
-        norms.append(engine.clip_(None))
+        norms.append(engine.clip_(1.0))  # the default, which DeepSpeed was told
         engine.step(LR)
         engine.zero_grad()
     return norms

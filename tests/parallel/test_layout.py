@@ -95,7 +95,11 @@ def test_a_strategy_is_a_preset_of_sizes(options, world, layout, name):
             8,
             "shard 2 × tensor 2 makes 4 ranks, but 8 were started; change the sizes or --gpus",
         ),
-        ({"strategy": "ddp", "replicate": 4}, 4, r"distributed\.replicate is set, but strategy ddp"),
+        (
+            {"strategy": "ddp", "replicate": 4},
+            4,
+            r"distributed\.replicate is set, but strategy ddp",
+        ),
         ({"strategy": "fsdp", "shard": 2}, 4, r"distributed\.shard is set, but strategy fsdp"),
         ({"strategy": "hsdp", "tensor": 2}, 4, r"distributed\.tensor is set, but strategy hsdp"),
         ({"strategy": "tensor", "shard": 2}, 4, r"distributed\.shard is set, but strategy tensor"),
@@ -126,7 +130,11 @@ def test_no_size_is_below_one():
 @pytest.mark.parametrize(
     ("layout", "stages", "words"),
     [
-        (Layout(tensor=8), 1, r"distributed\.tensor: 8 does not divide the 4 heads of model x; use 1 or 2$"),
+        (
+            Layout(tensor=8),
+            1,
+            r"distributed\.tensor: 8 does not divide the 4 heads of model x; use 1 or 2$",
+        ),
         (Layout(tensor=4), 1, r"4 does not divide the 2 key-value heads of model x; use 1 or 2$"),
         (Layout(pipeline=5), 1, "5 ranks × 1 stages each is 5 stages, but model x has 4 layers"),
         (
@@ -186,7 +194,7 @@ def test_exactly_one_rank_speaks_for_each_share_of_the_data():
 def sums(mesh, layout: Layout) -> list[float]:
     """Every rank says its data rank's number; those that share one say it once."""
     placed = mesh.arranged(layout)
-    return placed.sum(10.0 ** placed.data_rank, everyone=1.0)
+    return placed.sum(10.0**placed.data_rank, everyone=1.0)
 
 
 @pytest.mark.parametrize(

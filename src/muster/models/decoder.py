@@ -229,6 +229,23 @@ class Embedding(nn.Module):
         return x + self.positions(positions)
 
 
+ALIGNED = 64  # rows of a matrix that GPU kernels like to work on
+
+
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits. An odd number of symbols (GPT-2's 50257) would send a GPU to kernels several times
+    slower, so empty rows fill the matrix up there: columns beyond the vocabulary mean nothing."""
+    missing = -weight.shape[0] % ALIGNED
+    if missing and x.device.type != "cpu" and type(weight) in (Tensor, nn.Parameter):
+        weight = F.pad(weight, (0, 0, 0, missing))
+    return F.linear(x, weight)
+
+
+class Head(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return project(x, self.weight)
+
+
 class TiedHead(nn.Module):
     """Logits from the embedding's own weight, which stays the embedding's parameter alone."""
 
@@ -241,11 +258,12 @@ class TiedHead(nn.Module):
         return (self._tokens[0].weight,)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._tokens[0].weight)
+        return project(x, self._tokens[0].weight)
 
 
 class Decoder(nn.Module):
-    """Tokens `[batch, time]` to logits `[batch, time, vocab]`; a middle part, states to states."""
+    """Tokens `[batch, time]` to logits `[batch, time, vocab or more]`, see `project`; a middle part,
+    states to states."""
 
     def __init__(self, config: DecoderConfig, part: Part | None = None) -> None:
         super().__init__()
@@ -260,7 +278,7 @@ class Decoder(nn.Module):
             assert self.embed is not None
             self.head = TiedHead(self.embed.tokens)
         elif last:
-            self.head = nn.Linear(config.width, config.vocab, bias=False)
+            self.head = Head(config.width, config.vocab, bias=False)
 
     def forward(
         self,
@@ -299,6 +317,7 @@ class Decoder(nn.Module):
             head_cost=config.vocab * config.width,
             tied=config.tied,
             cast_weights=True,
+            compiled=("head",),
         )
 
 

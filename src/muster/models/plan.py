@@ -24,6 +24,7 @@ class ParallelPlan:
     """Where a model's blocks begin, which matrices are cut how, and the sizes that limit the cuts."""
 
     blocks: tuple[str, ...]  # class names of what repeats: sharded, checkpointed and compiled alone
+    compiled: tuple[str, ...] = ()  # names of what is worth compiling besides the blocks
     tensor: Mapping[str, Split] = field(default_factory=dict)  # module name, `*` for any index
     layers: int = 0  # blocks a pipeline may be cut between; 0: it may not be cut
     heads: int = 0

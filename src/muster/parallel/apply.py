@@ -31,6 +31,8 @@ def apply(
         from muster.parallel import deepspeed
 
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
+    if layout.tensor > 1:
+        tensor.check_length(recipe.data.sequence_length, layout.tensor, options.tensor_options)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
     host = options.fsdp.cpu_offload and layout.world > layout.replicate
@@ -43,7 +45,7 @@ def apply(
         blocks = find_blocks(part, plan.blocks, "model.preset")
         checkpoint_activations(blocks, recipe.training.activation_checkpointing)
         if recipe.training.compile:
-            compile_blocks(blocks)
+            compile_blocks(part, blocks, plan.compiled if layout.tensor == 1 else ())
         if layout.data_ranks > 1 and not layout.plain:
             fsdp.shard(part, mesh, plan, options.fsdp, precision)
         if weights is not None:

@@ -73,7 +73,8 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]) -> None:
     """One compilation serves every block: they run the same code on other weights."""
-    for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+    beside = [m for name, m in model.named_modules() if name in others]
+    for module in (*blocks, *beside):
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

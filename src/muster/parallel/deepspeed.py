@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError, RecipeError
+from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
 from muster.parallel.deepspeed_config import config_for
@@ -60,10 +61,11 @@ def apply(
     cut = mesh.layout.zero == 3 and weights is not None
     with _partitioning(config, cut, weights is not None):
         model = builder.build_model()
-    blocks = find_blocks(model, model.plan.blocks, "model.preset")  # type: ignore[union-attr,arg-type]
+    plan: ParallelPlan = model.plan  # type: ignore[assignment]
+    blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
     if recipe.training.compile:
-        compile_blocks(blocks)
+        compile_blocks(model, blocks, plan.compiled)
     if cut:
         assert weights is not None
         _fill_partitions(model, weights, mesh.device)

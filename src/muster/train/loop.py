@@ -111,7 +111,6 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
         engine.step(lr)
     engine.zero_grad()
     _judge(job, step, finite, micro_batches, losses)
-    ended = Moment(mesh.device)
 
     ready = engine.ready() or synced
     exposed = max(0.0, ready.until(synced))
@@ -127,7 +126,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
             step_time_s=time.perf_counter() - begin,
             data_wait_s=data_wait,
             comm_wait_s=exposed + skew,
-            compute_s=max(0.0, started.until(ended) - exposed - (answered - waiting)),
+            compute_s=max(0.0, started.until(synced) - exposed),
             filled=sum(b.filled for b in micro_batches),
             cells=sum(b.cells for b in micro_batches),
             amounts=dict(zip(amounts, sums, strict=True)),
