@@ -200,8 +200,8 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         options.backend,
         options.timeout_s,
     )
-    run = worker._shared(run, mesh)
-    opened, found = worker._open_data(recipe, mesh)
+    run = worker.shared(run, mesh)
+    opened, found = worker.open_data(recipe, mesh)
     task, source = cast(CausalLM, opened), cast(PackedSource, found)
     job = _job(recipe, task, source, mesh, run, sizes)
     trainer = _trainer(job, source, sizes, run.path / "trainer")
@@ -212,12 +212,12 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         cast(PreTrainedModel, trainer.model).save_pretrained(folder)
     mesh.barrier()
     materialise(job.engine.parts[0], FolderWeights(folder, task.config), mesh.device)
-    split, scores, _ = worker._final_scores(job) if done == job.steps else ("", {}, [])
+    split, scores, _ = worker.final_scores(job) if done == job.steps else ("", {}, [])
     results: dict[str, Any] = {}
     if mesh.first:
         if scores:
             job.observer.evaluation(done, split, scores)
-        results = worker._results(job, run, done)
+        results = worker.results_page(job, run, done)
         results |= {"balance": None, "checkpoint": str(folder)}
         results |= {"scored": split, "scores": scores, "worst": []}
         write_json(run.path / "training_results.json", results)
@@ -267,7 +267,7 @@ def _job(
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     precision = resolve_precision(recipe.training.precision, mesh.device)
-    worker._describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
+    worker.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
         write_json(run.path / "plan.json", planned | {"strategy": STRATEGY})

@@ -69,7 +69,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         options.backend,
         options.timeout_s,
     )
-    run = _shared(run, mesh)
+    run = shared(run, mesh)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         place.rank,
@@ -78,12 +78,12 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     )
     job = prepare(recipe, mesh, run)
     done = train(job)
-    split, scores, worst = _final_scores(job) if done == job.steps else ("", {}, [])
+    split, scores, worst = final_scores(job) if done == job.steps else ("", {}, [])
     results = {}
     if mesh.first:
         if scores:
             job.observer.evaluation(done, split, scores)
-        results = _results(job, run, done)
+        results = results_page(job, run, done)
         results |= {
             "scored": split,
             "scores": scores,
@@ -96,7 +96,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     return results
 
 
-def _shared(run: runs.Run | None, mesh: Mesh) -> runs.Run:
+def shared(run: runs.Run | None, mesh: Mesh) -> runs.Run:
     """Rank 0's run directory, on every rank."""
     path: list[Any] = [str(run.path.resolve()) if run else None]
     if mesh.world > 1:
@@ -108,7 +108,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
     """Everything built, the newest checkpoint loaded, ready for the first step."""
     precision = resolve_precision(recipe.training.precision, mesh.device)
     layout_for(recipe.distributed, mesh.world)  # refused before any data is read
-    task, source = _open_data(recipe, mesh)
+    task, source = open_data(recipe, mesh)
     mesh = mesh.arranged(choose_layout(recipe, task, mesh))
     sizes = solve(recipe.training, mesh.layout.data_ranks)
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
@@ -158,7 +158,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         tensorboard=recipe.logging.tensorboard,
         start=trainer["step"],
     )
-    _describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
+    describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
     if saved or passed_over:
         observer.event(
             "resumed", step=trainer["step"], path=str(saved and saved.path), passed_over=passed_over
@@ -191,7 +191,7 @@ def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=found)})
 
 
-def _open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Source]:
+def open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Source]:
     """Rank 0 of each machine looks first and leaves the index of durations for the others."""
     task: Task | None = None
     if mesh.local_rank == 0:
@@ -254,7 +254,7 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     return saved, passed_over
 
 
-def _describe(
+def describe(
     run: runs.Run,
     mesh: Mesh,
     sizes: BatchSizes,
@@ -307,7 +307,7 @@ def _device_name(mesh: Mesh) -> str:
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
-def _final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
+def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
     """The test data if there is any, else validation. Every rank takes its share."""
     if not job.recipe.evaluation.final:
         return "", {}, []
@@ -326,7 +326,7 @@ def _final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
     return "", {}, []
 
 
-def _results(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     """The run on one page, but for its scores."""
     planned = json.loads((run.path / "plan.json").read_text())
     environment = json.loads((run.path / "environment.json").read_text())
@@ -340,7 +340,21 @@ def _results(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         **summarise_metrics(read_lines(run.path / "metrics.jsonl")),
         "balance": job.observer.balance.summary(),
         "planned": planned,
+        "measured": _measured(run),
         "checkpoint": str(job.checkpoints.root / f"step-{done}"),
+    }
+
+
+def _measured(run: runs.Run) -> dict[str, Any]:
+    """What the plan did not know: memory, and how long training stood still for a save."""
+    saves = [
+        e["stall_s"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "checkpoint"
+    ]
+    memory = [line["memory_gib"] for line in read_lines(run.path / "metrics.jsonl")]
+    return {
+        "peak_memory_gib": max(memory, default=None),
+        "saves": len(saves),
+        "longest_save_stall_s": max(saves, default=None),
     }
 
 

@@ -73,16 +73,6 @@ def kept_by_forward(rows: int, mode: Any, layers: int = GPT.layers) -> int:
     return int(kept)
 
 
-def test_without_gradients_nothing_is_computed_twice():
-    """Evaluation runs the plain forward pass."""
-    model = Decoder(GPT)
-    tokens = make_batch(GPT, 2)["tokens"]
-    with torch.no_grad():
-        before = model(tokens)
-        checkpoint_activations(find_blocks(model, ["DecoderBlock"], "here"), "full")
-        assert torch.equal(model(tokens), before)
-
-
 def test_names_stay_under_checkpointing():
     plain, engine = Decoder(GPT), single(GPT, activation_checkpointing="full")
     names = [name for name, _ in plain.named_parameters()]

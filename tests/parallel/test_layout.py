@@ -118,7 +118,7 @@ def test_sizes_that_do_not_go_together_are_refused(options, world, words):
 
 @pytest.mark.parametrize("axis", ["replicate", "tensor", "pipeline"])
 def test_zero_multiplies_with_nothing(axis):
-    with pytest.raises(RecipeError, match="zero2 shards over all ranks.*strategy=hybrid"):
+    with pytest.raises(RecipeError, match=r"zero2 shards over all ranks.*strategy=hybrid"):
         Layout(shard=2, zero=2, **{axis: 2})
 
 

@@ -81,6 +81,7 @@ def _build(
         if layout.pipeline == 1:
             _synchronise_norms(model, recipe.distributed.sync_batchnorm)
             return [model], plan
+        pipeline.check_schedule(options)
         cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
         mine = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
         return [builder.build_part(start, stop) for start, stop in mine], plan

@@ -37,6 +37,18 @@ SCHEDULES: dict[str, Any] = {
 MANY_STAGES = ("interleaved", "zero-bubble")
 
 
+def check_schedule(options: PipelineOptions) -> None:
+    """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's was seen to work."""
+    if options.schedule == "zero-bubble" and tuple(map(int, torch.__version__.split(".")[:2])) < (
+        2,
+        13,
+    ):
+        raise RecipeError(
+            f"distributed.pipeline_options.schedule: zero-bubble needs torch 2.13, this is "
+            f"{torch.__version__}; use 1f1b or interleaved"
+        )
+
+
 def stages_per_rank(options: PipelineOptions) -> int:
     many, asked = options.schedule in MANY_STAGES, options.stages_per_rank
     if not isinstance(asked, int):
