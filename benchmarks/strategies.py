@@ -19,7 +19,6 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -125,6 +125,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         pin=mesh.device.type == "cuda",
     )
     torch.manual_seed(recipe.seed)
+    _check_static_graph(recipe, mesh.layout, sizes)
     solved = _with_sizes(recipe, sizes)
     if mesh.layout.zero and mesh.first:
         write_json(
@@ -180,6 +181,16 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         bad_steps=trainer.get("bad_steps", 0),
         scale=scale,
     )
+
+
+def _check_static_graph(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> None:
+    if layout.plain and layout.world > 1 and sizes.accumulation > 1:
+        if recipe.distributed.ddp.static_graph:
+            raise RecipeError(
+                f"distributed.ddp.static_graph: torch's static graph fails where gradients wait for "
+                f"the last of {sizes.accumulation} micro-batches; set it to false, or "
+                "training.gradient_accumulation_steps=1"
+            )
 
 
 def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:

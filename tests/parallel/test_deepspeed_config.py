@@ -141,6 +141,18 @@ def test_a_file_that_agrees_is_taken_with_its_other_keys(written):
         assert config[key] == alone[key]
 
 
+def test_auto_deep_inside_leaves_what_the_recipe_says(written):
+    inner = {"device": "auto", "pin_memory": "auto", "buffer_count": 5}
+    document = {
+        "zero_optimization": {"offload_optimizer": inner},
+        "comms_logger": {"debug": "auto"},
+    }
+    config = written(document, deepspeed={"offload_optimizer": "cpu"})
+    found = config["zero_optimization"]["offload_optimizer"]
+    assert found == {"device": "cpu", "buffer_count": 5}
+    assert config["comms_logger"] == {}
+
+
 def test_an_empty_file_adds_nothing(written):
     assert written({}) == made()
 

@@ -42,7 +42,7 @@ def overrides_for(model: str, corpus: str) -> list[str]:
             "evaluation.ngram=null",
             "evaluation.known_words=false",
             "training.global_batch_size=16",
-            "training.lr=1e-3",
+            "training.lr=3e-4",
         ]
     return [
         f"model.preset={model}-uneven",

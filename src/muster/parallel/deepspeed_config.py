@@ -156,11 +156,18 @@ def _merge(given: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
     kept = {
         key: value
         for key, value in given.items()
-        if key not in ("optimizer", "scheduler", "train_batch_size") and value != "auto"
+        if key not in ("optimizer", "scheduler", "train_batch_size")
+        and (isinstance(value, dict) or key not in generated)
     }
-    merged = {**kept, **generated}
-    for key, value in generated.items():
-        if isinstance(value, dict) and isinstance(kept.get(key), dict):
-            inner = {k: v for k, v in kept[key].items() if v != "auto"}
-            merged[key] = {**value, **inner}
-    return merged
+    return _overlay(generated, kept)
+
+
+def _overlay(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """`given` over `settings` at every depth, but for what is "auto"."""
+    both = dict(settings)
+    for key, value in given.items():
+        if isinstance(value, dict):
+            both[key] = _overlay(both.get(key, {}), value)
+        elif value != "auto":
+            both[key] = value
+    return both
