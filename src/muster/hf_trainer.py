@@ -28,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from muster import runs, worker
+from muster import records, runs, worker
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader
 from muster.data.packing import PackedSource
@@ -217,7 +217,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     if mesh.first:
         if scores:
             job.observer.evaluation(done, split, scores)
-        results = worker.results_page(job, run, done)
+        results = records.results_page(job, run, done)
         results |= {"balance": None, "checkpoint": str(folder)}
         results |= {"scored": split, "scores": scores, "worst": []}
         write_json(run.path / "training_results.json", results)
@@ -267,7 +267,7 @@ def _job(
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     precision = resolve_precision(recipe.training.precision, mesh.device)
-    worker.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
+    records.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
         write_json(run.path / "plan.json", planned | {"strategy": STRATEGY})

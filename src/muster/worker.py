@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
-import json
 import logging
 import os
-import platform
 import signal
 import sys
 import time
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster import __version__, runs
+from muster import records, runs
 from muster.data.batches import BatchPlan
 from muster.data.corpus import Split
 from muster.data.loader import Loader, Source
@@ -28,11 +26,11 @@ from muster.launch import cluster
 from muster.launch.cluster import Place
 from muster.observe.logs import log_to_file
 from muster.observe.observer import Observer
-from muster.observe.results import read_lines, summarise_metrics, write_json
+from muster.observe.results import write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.apply import apply
 from muster.parallel.deepspeed_config import config_for
-from muster.parallel.layout import Layout, layout_for, strategy_name
+from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import microbatches
 from muster.plan.batch import BatchSizes, solve
@@ -83,7 +81,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     if mesh.first:
         if scores:
             job.observer.evaluation(done, split, scores)
-        results = results_page(job, run, done)
+        results = records.results_page(job, run, done)
         results |= {
             "scored": split,
             "scores": scores,
@@ -125,7 +123,6 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         pin=mesh.device.type == "cuda",
     )
     torch.manual_seed(recipe.seed)
-    _check_static_graph(recipe, mesh.layout, sizes)
     solved = _with_sizes(recipe, sizes)
     if mesh.layout.zero and mesh.first:
         write_json(
@@ -159,7 +156,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         tensorboard=recipe.logging.tensorboard,
         start=trainer["step"],
     )
-    describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
+    records.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
     if saved or passed_over:
         observer.event(
             "resumed", step=trainer["step"], path=str(saved and saved.path), passed_over=passed_over
@@ -181,16 +178,6 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         bad_steps=trainer.get("bad_steps", 0),
         scale=scale,
     )
-
-
-def _check_static_graph(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> None:
-    if layout.plain and layout.world > 1 and sizes.accumulation > 1:
-        if recipe.distributed.ddp.static_graph:
-            raise RecipeError(
-                f"distributed.ddp.static_graph: torch's static graph fails where gradients wait for "
-                f"the last of {sizes.accumulation} micro-batches; set it to false, or "
-                "training.gradient_accumulation_steps=1"
-            )
 
 
 def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
@@ -265,59 +252,6 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     return saved, passed_over
 
 
-def describe(
-    run: runs.Run,
-    mesh: Mesh,
-    sizes: BatchSizes,
-    plan: BatchPlan,
-    steps: int,
-    precision: str,
-    parameters: int,
-) -> None:
-    """plan.json and environment.json: what was planned, what was found."""
-    devices = mesh.gather(_device_name(mesh))
-    if not mesh.first:
-        return
-    write_json(
-        run.path / "plan.json",
-        {
-            "strategy": strategy_name(mesh.layout),
-            "layout": vars(mesh.layout),
-            "global_batch_size": sizes.global_batch,
-            "per_device_batch_size": sizes.per_device,
-            "gradient_accumulation_steps": sizes.accumulation,
-            "data_ranks": sizes.data_ranks,
-            "steps": steps,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "samples": len(plan.lengths),
-            "parameters": parameters,
-            "precision": precision,
-        },
-    )
-    write_json(
-        run.path / "environment.json",
-        {
-            "muster": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "devices": devices,
-            "threads_per_rank": torch.get_num_threads(),
-            "variables": {
-                k: v
-                for k, v in sorted(os.environ.items())
-                if k.startswith(("NCCL_", "CUDA_", "OMP_", "GLOO_", "TORCH_"))
-            },
-        },
-    )
-
-
-def _device_name(mesh: Mesh) -> str:
-    if mesh.device.type == "cuda":
-        return f"{torch.cuda.get_device_name(mesh.device)} ({mesh.device})"
-    return f"CPU ({torch.get_num_threads()} threads)"
-
-
 def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
     """The test data if there is any, else validation. Every rank takes its share."""
     if not job.recipe.evaluation.final:
@@ -335,38 +269,6 @@ def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
         if result is not None:
             return split, result.scores, result.worst
     return "", {}, []
-
-
-def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
-    """The run on one page, but for its scores."""
-    planned = json.loads((run.path / "plan.json").read_text())
-    environment = json.loads((run.path / "environment.json").read_text())
-    return {
-        "status": "finished" if done == job.steps else "stopped",
-        "total_time_s": time.time() - run.info()["created"],
-        "world_size": job.mesh.world,
-        "devices": environment["devices"],
-        "strategy": planned["strategy"],
-        "global_batch_size": planned["global_batch_size"],
-        **summarise_metrics(read_lines(run.path / "metrics.jsonl")),
-        "balance": job.observer.balance.summary(),
-        "planned": planned,
-        "measured": _measured(run),
-        "checkpoint": str(job.checkpoints.root / f"step-{done}"),
-    }
-
-
-def _measured(run: runs.Run) -> dict[str, Any]:
-    """What the plan did not know: memory, and how long training stood still for a save."""
-    saves = [
-        e["stall_s"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "checkpoint"
-    ]
-    memory = [line["memory_gib"] for line in read_lines(run.path / "metrics.jsonl")]
-    return {
-        "peak_memory_gib": max(memory, default=None),
-        "saves": len(saves),
-        "longest_save_stall_s": max(saves, default=None),
-    }
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:

@@ -15,7 +15,7 @@ from muster.models.decoder import Decoder
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout, layout_for, strategy_name
 from muster.parallel.mesh import Mesh
-from muster.recipe.schema import Distributed
+from muster.recipe.distributed import Distributed
 from parallel.models import LLAMA
 
 

@@ -14,7 +14,7 @@ from muster.data.loader import Inputs
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
 from muster.parallel.pipeline import cut_evenly, layer_costs, microbatches, stages_per_rank
-from muster.recipe.schema import PipelineOptions
+from muster.recipe.distributed import PipelineOptions
 from parallel.models import (
     GPT,
     LLAMA,

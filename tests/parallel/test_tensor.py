@@ -11,7 +11,7 @@ from torch import Tensor
 
 from muster.models.decoder import Decoder, DecoderConfig
 from muster.parallel import tensor
-from muster.recipe.schema import TensorOptions
+from muster.recipe.distributed import TensorOptions
 from parallel.models import (
     GPT,
     LLAMA,

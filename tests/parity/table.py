@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from muster import models
@@ -30,7 +31,17 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
     qkv_bias=False,
     tied=False,
 )
-RECIPES = {"gpt": "gpt-micro", "llama": "llama-micro", "lmu": "speech"}
+for name in ("gpt", "llama"):  # eight stages need as many layers
+    models.PRESETS[f"{name}-deep-uneven"] = dataclasses.replace(
+        models.PRESETS[f"{name}-uneven"], layers=9
+    )
+RECIPES = {
+    "gpt-deep": "gpt-micro",
+    "llama-deep": "llama-micro",
+    "gpt": "gpt-micro",
+    "llama": "llama-micro",
+    "lmu": "speech",
+}
 BATCH = 18
 
 

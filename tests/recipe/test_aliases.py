@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from muster.errors import RecipeError
 from muster.recipe.aliases import TABLE
@@ -14,8 +16,9 @@ from muster.recipe.load import load, read
 SAMPLES = {
     "distributed.strategy": "ddp",
     "distributed.backend": "gloo",
-    "distributed.find_unused_parameters": True,
-    "distributed.bucket_mb": 10.0,
+    "distributed.ddp.find_unused_parameters": True,
+    "distributed.ddp.bucket_mb": 10.0,
+    "distributed.fsdp.wrap": ["DecoderBlock"],
     "training.lr": 0.5,
 }
 
@@ -49,17 +52,17 @@ def test_the_table_leads_from_names_that_are_gone_to_keys_that_exist() -> None:
 def test_an_older_name_sets_its_key(tmp_path: Path, row: object, where: str) -> None:
     old, new = row.old, row.new  # type: ignore[attr-defined]
     value = SAMPLES.get(new, 7)
-    text = "training: {steps: 5}\n"
-    overrides = ["~training.steps"] if new == "training.epochs" else []
+    document = {"training": {} if new in ("training.steps", "training.epochs") else {"steps": 5}}
+    overrides = []
     if where == "override":
-        overrides.append(f"{old}={str(value).lower()}")
+        overrides = [f"{old}={json.dumps(value)}"]
     else:
-        section, leaf = old.split(".")
-        inside = f"steps: 5, {leaf}: {value}" if section == "training" else f"{leaf}: {value}"
-        if new in ("training.steps", "training.epochs"):
-            inside, overrides = f"{leaf}: {value}", []
-            text = ""
-        text = ("" if section == "training" else text) + f"{section}: {{{inside}}}\n"
+        *sections, leaf = old.split(".")
+        inner = document
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[leaf] = value
+    text = yaml.safe_dump(document)
     loaded = read(file(tmp_path, text), overrides)
     assert value_of(loaded.recipe, new) == value
     assert loaded.renamed == {old: new}

@@ -68,7 +68,7 @@ ROWS = (
     Row(
         "pipeline interleaved",
         _strategy("pipeline", "pipeline_options.schedule=interleaved"),
-        (2,),
+        (2, 4),
         True,
     ),
     Row(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from muster.check.parity import Course, course, describe, distance, rows_for, short_recipe
-from muster.errors import LaunchError, MusterError
+from muster.errors import LaunchError, RecipeError
 from muster.hardware import inventory
 from muster.launch import cluster
 from muster.launch.spawn import spawn
@@ -60,10 +60,8 @@ def _together(recipe: str, folder: str) -> None:
         options = short_recipe([*SMALL, *row.options])
         try:
             made = course(load(recipe, options), mesh, Path(folder, f"row-{number}"))
-        except MusterError as error:
-            lines.append(
-                {"strategy": row.name, "ranks": mesh.world, "agrees": False, "error": str(error)}
-            )
+        except RecipeError as error:  # this model or this torch cannot be cut that way
+            lines.append({"strategy": row.name, "ranks": mesh.world, "left_out": str(error)})
             continue
         lines.append(describe(row.name, mesh.world, distance(alone, made)))
     if mesh.first:

@@ -29,18 +29,18 @@ def check(
     if not parity:
         raise MusterError("say what to check: muster check --parity")
     table = Table("strategy", "ranks", "loss", "gradient norm", "weights", "")
-    sound = True
+    sound, notes = True, []
     for line in run_parity(model, gpus):
-        sound &= line["agrees"]
-        if "error" in line:
-            table.add_row(
-                line["strategy"], str(line["ranks"]), line["error"], "", "", "[red]failed"
-            )
+        if "left_out" in line:
+            notes.append(f"{line['strategy']} left out: {line['left_out']}")
             continue
+        sound &= line["agrees"]
         figures = [f"{line[key]:.1e}" for key in ("loss", "norm", "weights")]
         verdict = "[green]agrees" if line["agrees"] else "[red]differs"
         table.add_row(line["strategy"], str(line["ranks"]), *figures, verdict)
     console.print(table)
     console.print("largest relative difference from one process over 5 steps in float32")
+    for note in notes:
+        console.print(f"[dim]{note}[/]", soft_wrap=True)
     if not sound:
         raise typer.Exit(1)

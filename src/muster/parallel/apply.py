@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
 from muster.models.plan import ParallelPlan
 from muster.parallel import fsdp, pipeline, tensor
@@ -63,6 +64,7 @@ def apply(
             sequence_parallel=options.tensor_options.sequence_parallel,
         )
     if layout.plain and layout.world > 1:
+        _check_static_graph(recipe)
         module, clock = replicate(parts[0], mesh, options.ddp)
         return TorchEngine(module, parts, optimizer, layout, clock=clock)
     return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss)
@@ -85,6 +87,14 @@ def _build(
         cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
         mine = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
         return [builder.build_part(start, stop) for start, stop in mine], plan
+
+
+def _check_static_graph(recipe: Recipe) -> None:
+    if recipe.distributed.ddp.static_graph and recipe.training.gradient_accumulation_steps != 1:
+        raise RecipeError(
+            "distributed.ddp.static_graph: true, but torch cannot combine it with gradient "
+            "accumulation; set it to false, or training.gradient_accumulation_steps=1"
+        )
 
 
 def _synchronise_norms(model: nn.Module, sync: bool) -> None:

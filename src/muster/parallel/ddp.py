@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.parallel.mesh import Mesh
 from muster.parallel.timing import Moment
-from muster.recipe.schema import DDP
+from muster.recipe.distributed import DDP
 
 
 class GradientClock:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import RecipeError
-from muster.recipe.schema import DeepSpeed, Recipe
+from muster.recipe.distributed import DeepSpeed
+from muster.recipe.schema import Recipe
 
 NEVER = 10**9
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from muster.data.loader import Batch, Inputs
-from muster.errors import RecipeError
 from muster.models.weights import Weights
 from muster.parallel import state
 from muster.parallel.ddp import GradientClock
@@ -103,11 +102,6 @@ class TorchEngine:
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last)
         elif isinstance(self.module, DistributedDataParallel) and not last:
-            if self.module.static_graph:  # torch would stop at an internal assertion
-                raise RecipeError(
-                    "distributed.ddp.static_graph: true, but torch cannot combine it with gradient "
-                    "accumulation; set it to false, or training.gradient_accumulation_steps=1"
-                )
             return self.module.no_sync()
         return nullcontext()
 

@@ -11,7 +11,7 @@ from muster.errors import RecipeError
 
 if TYPE_CHECKING:
     from muster.models.plan import ParallelPlan
-    from muster.recipe.schema import Distributed
+    from muster.recipe.distributed import Distributed
 
 AXES = ("pipeline", "replicate", "shard", "tensor")  # outermost first
 

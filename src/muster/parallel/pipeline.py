@@ -26,7 +26,7 @@ from muster.models.plan import ParallelPlan
 from muster.parallel.engine import TorchEngine, Work, whole
 from muster.parallel.gradients import settled
 from muster.parallel.mesh import Mesh
-from muster.recipe.schema import PipelineOptions
+from muster.recipe.distributed import PipelineOptions
 
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

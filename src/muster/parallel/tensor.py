@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 
 from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan, Split
-from muster.recipe.schema import TensorOptions
+from muster.recipe.distributed import TensorOptions
 
 
 def check_length(length: int, size: int, options: TensorOptions) -> None:

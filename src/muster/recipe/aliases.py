@@ -159,11 +159,15 @@ def get(document: dict[str, Any], key: str) -> tuple[bool, Any]:
 
 
 def _pop(document: dict[str, Any], key: str) -> tuple[bool, Any]:
+    """Take `key` out, and a section within a section that is empty without it."""
     section, _, leaf = key.rpartition(".")
     found, parent = get(document, section)
     if not found or not isinstance(parent, dict) or leaf not in parent:
         return False, None
-    return True, parent.pop(leaf)
+    value = parent.pop(leaf)
+    if "." in section and not parent:
+        _pop(document, section)
+    return True, value
 
 
 def _put(document: dict[str, Any], key: str, value: Any) -> None:

@@ -20,7 +20,8 @@ from muster.data.loader import IGNORE, Batch, Inputs
 from muster.data.packing import PackedSample, PackedSource
 from muster.data.tokens import Tokenizer
 from muster.errors import RecipeError
-from muster.models.decoder import Decoder, DecoderConfig, Part, RopeScaling, initial_std
+from muster.models.attention import DecoderConfig, RopeScaling
+from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Score

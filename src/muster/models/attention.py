@@ -1,0 +1,153 @@
+"""Attention of the decoder families: rotary positions, grouped queries, masks, the cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RopeScaling(NamedTuple):
+    """Llama 3.1's stretching of slow rotations beyond the length it was first trained at."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    hidden: int  # of the feed-forward
+    kv_heads: int = 0  # 0: as many as heads
+    head_size: int = 0  # 0: width / heads
+    positions: int = 1024  # the longest sequence
+    position: Literal["learned", "rotary"] = "learned"
+    norm: Literal["layer", "rms"] = "layer"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    bias: bool = True  # on every linear layer
+    qkv_bias: bool = True  # on q, k, v
+    tied: bool = True
+    eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None  # tokens a token looks back at most (Mistral)
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("kv_heads", self.kv_heads or self.heads),
+            ("head_size", self.head_size or self.width // self.heads),
+        ):
+            object.__setattr__(self, name, value)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.position == "rotary" and self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} is odd; rotary positions turn pairs")
+
+
+class Cache:
+    """Keys and values of the tokens seen so far, one pair per layer, `[batch, heads, time, size]`."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        return max((self.seen(layer) for layer in self.layers), default=0)
+
+    def seen(self, layer: int) -> int:
+        return self.layers[layer][0].shape[2] if layer in self.layers else 0
+
+    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.layers:
+            before = self.layers[layer]
+            k, v = torch.cat([before[0], k], 2), torch.cat([before[1], v], 2)
+        self.layers[layer] = (k, v)
+        return k, v
+
+
+def rotations(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of every position's turn, `[…, 1, time, head_size / 2]`, always in float32."""
+    exponent = torch.arange(0, config.head_size, 2, device=positions.device) / config.head_size
+    frequency = 1.0 / config.rope_theta ** exponent.float()
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_positions * frequency / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        keep = keep.clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scaling.factor)
+    angle = positions.float()[..., None] * frequency
+    return angle.cos().unsqueeze(-3), angle.sin().unsqueeze(-3)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_size / 2) of x `[batch, heads, time, head_size]`."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer = config, layer
+        size, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+        self.q = nn.Linear(config.width, size, bias=config.qkv_bias)
+        self.k = nn.Linear(config.width, kv, bias=config.qkv_bias)
+        self.v = nn.Linear(config.width, kv, bias=config.qkv_bias)
+        self.o = nn.Linear(size, config.width, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """x [batch, time, width]. The number of heads is read off the projections, which a rank may
+        hold in part."""
+        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.config.position == "rotary":
+            if positions is None:
+                past = cache.seen(self.layer) if cache is not None else 0
+                positions = torch.arange(past, past + q.shape[2], device=q.device)
+            cos, sin = rotations(self.config, positions)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None and q.shape[2] > 1,
+            enable_gqa=self.config.kv_heads != self.config.heads,
+        )
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+
+
+def attention_mask(
+    config: DecoderConfig, time: int, past: int, documents: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """True where a token may look; None for the plain causal mask, which has a faster kernel."""
+    windowed = config.window is not None and past + time > config.window
+    if documents is None and not windowed and (past == 0 or time == 1):
+        return None
+    query = torch.arange(past, past + time, device=device)[:, None]
+    key = torch.arange(past + time, device=device)
+    mask = key <= query
+    if config.window is not None:
+        mask = mask & (key > query - config.window)
+    if documents is not None:
+        return (mask & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    return mask

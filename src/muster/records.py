@@ -1,0 +1,104 @@
+"""What a run leaves on paper: what was planned, what was found, how it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from typing import Any
+
+import torch
+
+from muster import __version__, runs
+from muster.data.batches import BatchPlan
+from muster.observe.results import read_lines, summarise_metrics, write_json
+from muster.parallel.layout import strategy_name
+from muster.parallel.mesh import Mesh
+from muster.plan.batch import BatchSizes
+from muster.train.loop import Job
+
+
+def describe(
+    run: runs.Run,
+    mesh: Mesh,
+    sizes: BatchSizes,
+    plan: BatchPlan,
+    steps: int,
+    precision: str,
+    parameters: int,
+) -> None:
+    """plan.json and environment.json: what was planned, what was found."""
+    devices = mesh.gather(_device_name(mesh))
+    if not mesh.first:
+        return
+    write_json(
+        run.path / "plan.json",
+        {
+            "strategy": strategy_name(mesh.layout),
+            "layout": vars(mesh.layout),
+            "global_batch_size": sizes.global_batch,
+            "per_device_batch_size": sizes.per_device,
+            "gradient_accumulation_steps": sizes.accumulation,
+            "data_ranks": sizes.data_ranks,
+            "steps": steps,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "samples": len(plan.lengths),
+            "parameters": parameters,
+            "precision": precision,
+        },
+    )
+    write_json(
+        run.path / "environment.json",
+        {
+            "muster": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "devices": devices,
+            "threads_per_rank": torch.get_num_threads(),
+            "variables": {
+                k: v
+                for k, v in sorted(os.environ.items())
+                if k.startswith(("NCCL_", "CUDA_", "OMP_", "GLOO_", "TORCH_"))
+            },
+        },
+    )
+
+
+def _device_name(mesh: Mesh) -> str:
+    if mesh.device.type == "cuda":
+        return f"{torch.cuda.get_device_name(mesh.device)} ({mesh.device})"
+    return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+    """The run on one page, but for its scores."""
+    planned = json.loads((run.path / "plan.json").read_text())
+    environment = json.loads((run.path / "environment.json").read_text())
+    return {
+        "status": "finished" if done == job.steps else "stopped",
+        "total_time_s": time.time() - run.info()["created"],
+        "world_size": job.mesh.world,
+        "devices": environment["devices"],
+        "strategy": planned["strategy"],
+        "global_batch_size": planned["global_batch_size"],
+        **summarise_metrics(read_lines(run.path / "metrics.jsonl")),
+        "balance": job.observer.balance.summary(),
+        "planned": planned,
+        "measured": _measured(run),
+        "checkpoint": str(job.checkpoints.root / f"step-{done}"),
+    }
+
+
+def _measured(run: runs.Run) -> dict[str, Any]:
+    """What the plan did not know: memory, and how long training stood still for a save."""
+    saves = [
+        e["stall_s"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "checkpoint"
+    ]
+    memory = [line["memory_gib"] for line in read_lines(run.path / "metrics.jsonl")]
+    return {
+        "peak_memory_gib": max(memory, default=None),
+        "saves": len(saves),
+        "longest_save_stall_s": max(saves, default=None),
+    }
