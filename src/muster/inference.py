@@ -162,6 +162,7 @@ def score(trained: Trained, split: Split | None = None) -> Evaluation:
     By default the test data, else validation.
     """
     mesh = Mesh(0, 0, Layout(), trained.device, None)
+    asked = trained.recipe.evaluation.batch_size
     splits: tuple[Split, ...] = (split,) if split else ("test", "validation")
     for wanted in splits:
         result = evaluate(
@@ -169,7 +170,7 @@ def score(trained: Trained, split: Split | None = None) -> Evaluation:
             Alone(trained.model),
             wanted,
             mesh,
-            trained.recipe.evaluation.batch_size,
+            asked if isinstance(asked, int) else BATCH,
             nullcontext,
         )
         if result is not None:

@@ -76,6 +76,7 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     """The run on one page, but for its scores."""
     planned = json.loads((run.path / "plan.json").read_text())
     environment = json.loads((run.path / "environment.json").read_text())
+    metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
     return {
         "status": "finished" if done == job.steps else "stopped",
         "total_time_s": time.time() - run.info()["created"],
@@ -83,22 +84,16 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "devices": environment["devices"],
         "strategy": planned["strategy"],
         "global_batch_size": planned["global_batch_size"],
-        **summarise_metrics(read_lines(run.path / "metrics.jsonl")),
+        **metrics,
         "balance": job.observer.balance.summary(),
         "planned": planned,
-        "measured": _measured(run),
+        "measured": {**metrics["measured"], **_saves(run)},
         "checkpoint": str(job.checkpoints.root / f"step-{done}"),
     }
 
 
-def _measured(run: runs.Run) -> dict[str, Any]:
-    """What the plan did not know: memory, and how long training stood still for a save."""
-    saves = [
-        e["stall_s"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "checkpoint"
-    ]
-    memory = [line["memory_gib"] for line in read_lines(run.path / "metrics.jsonl")]
-    return {
-        "peak_memory_gib": max(memory, default=None),
-        "saves": len(saves),
-        "longest_save_stall_s": max(saves, default=None),
-    }
+def _saves(run: runs.Run) -> dict[str, Any]:
+    """How often, and how long at most, training stood still for a checkpoint."""
+    events = read_lines(run.path / "events.jsonl")
+    stalls = [event["stall_s"] for event in events if event["event"] == "checkpoint"]
+    return {"saves": len(stalls), "longest_save_stall_s": max(stalls, default=None)}

@@ -47,7 +47,7 @@ from muster.train.checkpoint import (
     refuse_other_recipe,
 )
 from muster.train.evaluate import evaluate
-from muster.train.loop import Job, train
+from muster.train.loop import Job, agree_on_buffers, train
 from muster.train.optimizer import make_optimizer
 from muster.train.precision import LossScale, autocast, resolve_precision
 
@@ -136,7 +136,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         precision,
         lambda named: make_optimizer(recipe.training, named),
     )
-    data = {"samples": len(source), "lengths": hashlib.sha256(source.lengths.tobytes()).hexdigest()}
+    data = _fingerprint(source, mesh)
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         mesh,
@@ -178,6 +178,20 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         bad_steps=trainer.get("bad_steps", 0),
         scale=scale,
     )
+
+
+def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
+    """What tells this data from other data, the same on all ranks or refused."""
+    lengths = hashlib.sha256(source.lengths.tobytes())
+    lengths.update(getattr(source, "fingerprint", lambda: b"")())
+    mine = {"samples": len(source), "lengths": lengths.hexdigest()}
+    for rank, theirs in enumerate(mesh.gather(mine)):
+        if theirs != mine:
+            raise DataError(
+                f"data.train: rank {rank} finds {theirs['samples']} samples and rank {mesh.rank} "
+                f"{mine['samples']}, or others of the same number; give every machine the same data"
+            )
+    return mine
 
 
 def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
@@ -243,7 +257,7 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     asked = recipe.checkpoint.resume
     saved, passed_over = checkpoints.newest()
     if saved is None and asked != "auto":
-        saved = open_checkpoint(Path(asked))
+        saved = open_checkpoint(Path(asked), checkpoints.mesh.rank, checkpoints.mesh.world)
     if saved is not None:
         refuse_other_recipe(saved, recipe.as_dict())
         log.info("resuming at step %d from %s", saved.step, saved.path)
@@ -257,13 +271,14 @@ def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
     if not job.recipe.evaluation.final:
         return "", {}, []
     splits: tuple[Split, ...] = ("test", "validation")
+    agree_on_buffers(job)
     for split in splits:
         result = evaluate(
             job.task,
             job.engine,
             split,
             job.mesh,
-            job.recipe.evaluation.batch_size,
+            job.evaluation_batch,
             lambda: autocast(job.precision, job.mesh.device),
         )
         if result is not None:

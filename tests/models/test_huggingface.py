@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from muster.errors import CheckpointError, MusterError, RecipeError
-from muster.models.decoder import Decoder, DecoderConfig, RopeScaling
+from muster.models.attention import DecoderConfig, RopeScaling
+from muster.models.decoder import Decoder
 from muster.models.huggingface import (
     FolderWeights,
     export,

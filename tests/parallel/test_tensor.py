@@ -79,7 +79,7 @@ def test_a_sequence_that_cannot_be_cut_evenly_is_refused(ranks):
     with pytest.raises(AssertionError, match="RecipeError") as caught:
         ranks(2)(run_split, GPT, {}, 7)
     words = caught.value.message
-    assert "data.sequence_length: 7 cannot be cut into 2 equal stretches" in words
+    assert "data.sequence_length: 7 is not a multiple of the 2 tensor ranks" in words
     assert "use 6, or set distributed.tensor_options.sequence_parallel=false" in words
 
 

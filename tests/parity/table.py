@@ -31,6 +31,7 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
     qkv_bias=False,
     tied=False,
 )
+models.PRESETS["window-uneven"] = dataclasses.replace(models.PRESETS["llama-uneven"], window=7)
 for name in ("gpt", "llama"):  # eight stages need as many layers
     models.PRESETS[f"{name}-deep-uneven"] = dataclasses.replace(
         models.PRESETS[f"{name}-uneven"], layers=9

@@ -38,8 +38,9 @@ class Row:
 
     name: str
     options: tuple[str, ...]
-    worlds: tuple[int, ...]
+    worlds: tuple[int, ...]  # of the table
     decoder_only: bool = False
+    multiple: int = 1  # of which a world must be one
 
 
 def _strategy(name: str, *sizes: str) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ ROWS = (
     Row("ddp", _strategy("ddp"), (2, 4)),
     Row("fsdp", _strategy("fsdp"), (2, 4)),
     Row("fsdp shard_grad_op", _strategy("fsdp", "fsdp.sharding=shard_grad_op"), (2, 4)),
-    Row("hsdp", _strategy("hsdp"), (4,)),
+    Row("hsdp", _strategy("hsdp"), (4,), multiple=4),
     Row("zero1", _strategy("zero1"), (2, 4)),
     Row("zero2", _strategy("zero2"), (2, 4)),
     Row("zero3", _strategy("zero3"), (2, 4)),
@@ -77,11 +78,11 @@ ROWS = (
         (2,),
         True,
     ),
-    Row("tensor × ddp", _strategy("hybrid", "tensor=2", "replicate=2"), (4,), True),
-    Row("tensor × fsdp", _strategy("hybrid", "tensor=2"), (4,), True),
-    Row("pipeline × fsdp", _strategy("hybrid", "pipeline=2"), (4,), True),
-    Row("tensor × pipeline", _strategy("hybrid", "tensor=2", "pipeline=2"), (4,), True),
-    Row("tensor × pipeline × fsdp", _strategy("hybrid", "tensor=2", "pipeline=2"), (8,), True),
+    Row("tensor × ddp", _strategy("tensor", "tensor=2"), (4,), True, 4),
+    Row("tensor × fsdp", _strategy("hybrid", "tensor=2"), (4,), True, 4),
+    Row("pipeline × fsdp", _strategy("hybrid", "pipeline=2"), (4,), True, 4),
+    Row("tensor × pipeline", _strategy("hybrid", "tensor=2", "pipeline=2"), (4,), True, 4),
+    Row("tensor × pipeline × fsdp", _strategy("hybrid", "tensor=2", "pipeline=2"), (8,), True, 8),
 )
 
 
@@ -152,7 +153,9 @@ def whole_weights(job: Job) -> dict[str, Tensor]:
 
 
 def rows_for(world: int, rows: Iterable[Row] = ROWS) -> list[Row]:
-    return [row for row in rows if world in row.worlds]
+    """Those that `world` ranks can be split into; a 3-D layout stands for its 2-D one."""
+    found = [row for row in rows if world % row.multiple == 0]
+    return [row for row in found if row.name != "tensor × pipeline" or world % 8]
 
 
 def short_recipe(overrides: Sequence[str]) -> list[str]:

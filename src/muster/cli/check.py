@@ -19,7 +19,10 @@ def check(
         int | None,
         typer.Option(min=2, metavar="N", help="Ranks. Default: every GPU, or 2 CPU ranks."),
     ] = None,
-    model: Annotated[str, typer.Option(help="A recipe with a language model.")] = "gpt-micro",
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only the rows that begin so, e.g. fsdp.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="A recipe with a language model.")] = "gpt-micro",
 ) -> None:
     """Is this set-up sound? Exit code 1 when it is not."""
     from rich.table import Table
@@ -30,7 +33,7 @@ def check(
         raise MusterError("say what to check: muster check --parity")
     table = Table("strategy", "ranks", "loss", "gradient norm", "weights", "")
     sound, notes = True, []
-    for line in run_parity(model, gpus):
+    for line in run_parity(recipe, gpus, strategy):
         if "left_out" in line:
             notes.append(f"{line['strategy']} left out: {line['left_out']}")
             continue

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from muster.cli.common import CheckpointArgument, console
+from muster.cli.common import CheckpointArgument, DirOption, console
+from muster.cli.use import checkpoint_path
 
 
 def export(
@@ -19,9 +20,10 @@ def export(
         bool,
         typer.Option("--adapter", help="Only the LoRA adapters, for peft; else they are merged."),
     ] = False,
+    dir: DirOption = Path("runs"),
 ) -> None:
     """A language model as a Hugging Face folder."""
     from muster.exchange import export_checkpoint
 
-    export_checkpoint(checkpoint, folder, adapter=adapter)
+    export_checkpoint(checkpoint_path(checkpoint, dir), folder, adapter=adapter)
     console.print(f"written to {folder}", soft_wrap=True)

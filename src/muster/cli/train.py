@@ -61,7 +61,7 @@ def train(
     if strategy:
         changes.append(f"distributed.strategy={strategy}")
     if deepspeed_config:
-        changes += _deepspeed(deepspeed_config, given=[strategy or "", *changes])
+        changes += _deepspeed(deepspeed_config, given=changes)
     existing = _existing_run(recipe)
     resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
     found = inventory.detect()
@@ -86,8 +86,10 @@ def _deepspeed(path: Path, given: list[str]) -> list[str]:
     from muster.parallel.deepspeed_config import read
 
     changes = [f"distributed.deepspeed.config={path.resolve()}"]
-    stage = read(path).get("zero_optimization", {}).get("stage")
-    if stage in (1, 2, 3) and not any("zero" in word or "strategy" in word for word in given):
+    zero = read(path).get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    asked = any(word.startswith("distributed.strategy=") for word in given)
+    if stage in (1, 2, 3) and not asked:
         changes.append(f"distributed.strategy=zero{stage}")
     return changes
 
@@ -148,7 +150,7 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
     from muster.train.checkpoint import open_checkpoint, refuse_other_recipe, step_folders
 
     if step_folders(run.path / "checkpoints"):
-        refuse_other_recipe(open_checkpoint(run.path), recipe.as_dict())
+        refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
 
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:

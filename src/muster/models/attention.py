@@ -108,14 +108,15 @@ class Attention(nn.Module):
         self.o = nn.Linear(size, config.width, bias=config.bias)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None, mask: Tensor | None, cache: Cache | None
+        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """x [batch, time, width]. The number of heads is read off the projections, which a rank may
-        hold in part."""
+        """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
+        of the heads, and between layers only a stretch of the sequence."""
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        past = cache.seen(self.layer) if cache is not None else 0
+        mask = attention_mask(self.config, q.shape[2], past, documents, q.device)
         if self.config.position == "rotary":
             if positions is None:
-                past = cache.seen(self.layer) if cache is not None else 0
                 positions = torch.arange(past, past + q.shape[2], device=q.device)
             cos, sin = rotations(self.config, positions)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)

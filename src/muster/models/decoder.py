@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.attention import Attention, Cache, DecoderConfig, attention_mask
+from muster.models.attention import Attention, Cache, DecoderConfig
 from muster.models.plan import ParallelPlan, Split
 
 
@@ -73,10 +73,10 @@ class DecoderBlock(nn.Module):
         self,
         x: Tensor,
         positions: Tensor | None = None,
-        mask: Tensor | None = None,
+        documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), positions, mask, cache))
+        x = x + self._drop(self.attention(self.attention_norm(x), positions, documents, cache))
         return x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -165,13 +165,11 @@ class Decoder(nn.Module):
         """`positions` [batch, time] replace 0, 1, 2 …; tokens of different `documents`
         [batch, time] do not see each other."""
         past = cache.length if cache is not None else 0
-        time = x.shape[1] if documents is None else documents.shape[1]
-        mask = attention_mask(self.config, time, past, documents, x.device)
         if self.part.first:
             assert self.embed is not None
             x = self.embed(x, positions, past)
         for block in self.blocks.values():
-            x = block(x, positions, mask, cache)
+            x = block(x, positions, documents, cache)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

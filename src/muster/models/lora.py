@@ -6,7 +6,6 @@ A layer `….q` becomes `….q.base_layer` with `….q.lora_A.default` [rank, in
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.models.decoder import DecoderConfig
 from muster.models.huggingface import new_folder, place
 from muster.models.huggingface_config import family_for
-from muster.models.weights import Region, Weights
+from muster.models.weights import Region, Weights, keyed_generator
 
 BASE = ".base_layer"
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -70,8 +69,7 @@ class AdapterWeights:
         if not name.endswith(A):
             return self.base.read(name.replace(f"{BASE}.", "."), shape, region, device)
         bound = 1 / math.sqrt(shape[1])  # Kaiming's uniform for a = √5
-        key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8]
-        generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+        generator = keyed_generator(self.seed, name, device)
         whole = torch.empty(shape, device=device)
         return whole.uniform_(-bound, bound, generator=generator)[region]
 

@@ -20,6 +20,12 @@ class Weights(Protocol):
         ...
 
 
+def keyed_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """Random numbers that depend on (seed, name) and the kind of device alone."""
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8]
+    return torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+
+
 class FreshWeights:
     """Random, and a function of (seed, name) alone: any layout starts from the same numbers.
 
@@ -40,6 +46,5 @@ class FreshWeights:
                 value,
                 device=device,
             )
-        key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:8]
-        generator = torch.Generator(device).manual_seed(int.from_bytes(key, "big") >> 1)
+        generator = keyed_generator(self.seed, name, device)
         return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)[region]

@@ -130,7 +130,7 @@ class Observer:
     def evaluation(self, step: int, split: str, scores: dict[str, float]) -> None:
         self.event("evaluation", step=step, split=split, scores=scores)
         if self._board:
-            for name in ("wer", "cer", "perplexity"):
+            for name in ("wer", "cer", "perplexity", "bits_per_byte", "accuracy"):
                 if name in scores:
                     self._board.add_scalar(f"{split}/{name}", scores[name], step)
 

@@ -16,6 +16,7 @@ from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
+from muster.parallel.mixtures import refuse_mixtures
 from muster.recipe.schema import Recipe
 
 
@@ -28,15 +29,15 @@ def apply(
 ) -> Engine:
     """tensor → activation checkpointing → compile → shard → weights → replicate."""
     layout, options = mesh.layout, recipe.distributed
+    refuse_mixtures(recipe, layout)
     if layout.zero:
         from muster.parallel import deepspeed
 
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
-    if layout.tensor > 1:
-        tensor.check_length(recipe.data.sequence_length, layout.tensor, options.tensor_options)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
-    host = options.fsdp.cpu_offload and layout.world > layout.replicate
+    sharded = layout.data_ranks > 1 and not layout.plain
+    resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
     for part in parts:
         if weights is None:
             part.to(mesh.device)
@@ -47,10 +48,10 @@ def apply(
         checkpoint_activations(blocks, recipe.training.activation_checkpointing)
         if recipe.training.compile:
             compile_blocks(part, blocks, plan.compiled if layout.tensor == 1 else ())
-        if layout.data_ranks > 1 and not layout.plain:
+        if sharded:
             fsdp.shard(part, mesh, plan, options.fsdp, precision)
         if weights is not None:
-            materialise(part, weights, torch.device("cpu") if host else mesh.device)
+            materialise(part, weights, mesh.device, resting)
     optimizer = make_optimizer(named for part in parts for named in part.named_parameters())
     split_loss = layout.tensor > 1 and options.tensor_options.loss_parallel
     if layout.pipeline > 1:
@@ -64,7 +65,6 @@ def apply(
             sequence_parallel=options.tensor_options.sequence_parallel,
         )
     if layout.plain and layout.world > 1:
-        _check_static_graph(recipe)
         module, clock = replicate(parts[0], mesh, options.ddp)
         return TorchEngine(module, parts, optimizer, layout, clock=clock)
     return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss)
@@ -79,9 +79,9 @@ def _build(
         model = builder.build_model()
         plan: ParallelPlan = model.plan  # type: ignore[assignment]
         each = pipeline.stages_per_rank(options)
-        layout.check_model(plan, f"model {recipe.model.preset}", each)
+        layout.check_model(plan, recipe.model.pretrained or recipe.model.preset, each)
         if layout.pipeline == 1:
-            _synchronise_norms(model, recipe.distributed.sync_batchnorm)
+            _prepare_norms(model, recipe)
             return [model], plan
         pipeline.check_schedule(options)
         cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
@@ -89,15 +89,14 @@ def _build(
         return [builder.build_part(start, stop) for start, stop in mine], plan
 
 
-def _check_static_graph(recipe: Recipe) -> None:
-    if recipe.distributed.ddp.static_graph and recipe.training.gradient_accumulation_steps != 1:
+def _prepare_norms(model: nn.Module, recipe: Recipe) -> None:
+    """Batch statistics over all ranks, where they are wanted; taken once, not again in a recomputed
+    forward pass."""
+    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
+    if norms and recipe.training.activation_checkpointing != "none":
         raise RecipeError(
-            "distributed.ddp.static_graph: true, but torch cannot combine it with gradient "
-            "accumulation; set it to false, or training.gradient_accumulation_steps=1"
+            "training.activation_checkpointing: a block computed twice would count its batch twice "
+            "in batch normalisation; set it to none"
         )
-
-
-def _synchronise_norms(model: nn.Module, sync: bool) -> None:
-    for module in model.modules():
-        if isinstance(module, MaskedBatchNorm):
-            module.sync = sync
+    for norm in norms:
+        norm.sync = recipe.distributed.sync_batchnorm

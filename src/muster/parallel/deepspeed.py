@@ -7,6 +7,7 @@ this file (losses, the gradient norm, checkpoints) has the form that every other
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.data.loader import Batch, Inputs
-from muster.errors import MusterError, RecipeError
+from muster.errors import MusterError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
@@ -53,8 +54,6 @@ def apply(
     make_optimizer: MakeOptimizer,
 ) -> ZeroEngine:
     """activation checkpointing → compile → weights → ZeRO."""
-    if recipe.model.lora:
-        raise RecipeError("model.lora: adapters train under ddp, fsdp and hsdp, not under zero")
     os.environ["LOCAL_RANK"] = str(mesh.local_rank)  # DeepSpeed asks nowhere else
     config = config_for(recipe, mesh.layout.zero, mesh.world, precision)
     weights = builder.weights()
@@ -68,7 +67,7 @@ def apply(
         compile_blocks(model, blocks, plan.compiled)
     if cut:
         assert weights is not None
-        _fill_partitions(model, weights, mesh.device)
+        _fill_partitions(model, weights, mesh)
     elif weights is not None:
         materialise(model, weights, mesh.device)
     for module in model.modules():
@@ -84,12 +83,14 @@ def _partitioning(config: dict[str, Any], cut: bool, on_meta: bool) -> AbstractC
     return torch.device("meta") if on_meta else nullcontext()
 
 
-def _fill_partitions(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """One parameter at a time is whole, long enough to be filled."""
+def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
+    """One parameter at a time is whole, long enough to be filled by rank 0 and cut again."""
     for name, parameter in model.named_parameters():
         with library().zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-            region = tuple(slice(0, n) for n in parameter.shape)
-            parameter.copy_(weights.read(name, tuple(parameter.shape), region, device))
+            if mesh.first:
+                region = tuple(slice(0, n) for n in parameter.shape)
+                shape = tuple(parameter.shape)
+                parameter.copy_(weights.read(name, shape, region, mesh.device))
 
 
 class ZeroEngine:
@@ -137,9 +138,12 @@ class ZeroEngine:
         self._pending = False
 
     def zero_grad(self) -> None:
-        """A step already cleared its gradients. Those of a skipped one, which are not finite,
-        DeepSpeed drops when it is told to step with them."""
+        """A step already cleared its gradients. Those of a skipped one DeepSpeed drops when it is
+        told to step and finds them not finite, which is made sure of here."""
         if self._pending:
+            for gradients in self.optimizer.averaged_gradients.values():
+                for gradient in gradients or ():
+                    gradient.fill_(math.nan)
             self.engine.step()
             self._pending = False
 

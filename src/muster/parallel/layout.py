@@ -196,6 +196,13 @@ def layout_for(options: Distributed, world: int, strategy: str | None = None) ->
                     f"distributed.{axis} is set, but strategy {name} does not look at it; use "
                     f"strategy=hybrid, or set distributed.{axis}=auto"
                 )
+    zero = options.deepspeed
+    unused = [k for k, v in vars(zero).items() if v not in (None, "none")]
+    if unused and not name.startswith("zero"):
+        raise RecipeError(
+            f"distributed.deepspeed.{unused[0]} is set, but strategy {name} does not use DeepSpeed; use "
+            "zero1, zero2 or zero3"
+        )
     layout = PRESETS[name](world, options)
     layout.check_world(world)
     return layout

@@ -11,9 +11,15 @@ from muster.models.weights import Region, Weights
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Parameter by parameter: no rank ever holds the whole model, on the host or on its device."""
-    model.to_empty(device=device)
+def materialise(
+    model: nn.Module, weights: Weights, device: torch.device, resting: torch.device | None = None
+) -> None:
+    """Parameter by parameter: no rank ever holds the whole model, on the host or on its device.
+
+    Values come from `device` even where they are to rest elsewhere: where a weight is kept must not
+    change what it is.
+    """
+    model.to_empty(device=resting or device)
     for name, parameter in model.named_parameters():
         local, region = local_part(parameter)
         if local.numel():

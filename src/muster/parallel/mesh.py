@@ -30,6 +30,7 @@ class Mesh:
     device: torch.device
     background: Any
     axes: DeviceMesh | None = None
+    limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every wait
 
     @property
     def world(self) -> int:
@@ -74,7 +75,7 @@ class Mesh:
     def arranged(self, layout: Layout) -> Mesh:
         """The same ranks in another layout. All of them call this together."""
         layout.check_world(self.world)
-        return replace(self, layout=layout, axes=_axes(layout, self.device))
+        return replace(self, layout=layout, axes=_axes(layout, self.device, self.limit))
 
 
 def bind_device(local_rank: int) -> torch.device:
@@ -119,16 +120,20 @@ def join(
         backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
     )
     background = dist.new_group(backend="gloo", timeout=limit)
-    return Mesh(rank, local_rank, layout, device, background, _axes(layout, device))
+    axes = _axes(layout, device, limit)
+    return Mesh(rank, local_rank, layout, device, background, axes, limit)
 
 
 @cache
-def _axes(layout: Layout, device: torch.device) -> DeviceMesh | None:
+def _axes(layout: Layout, device: torch.device, limit: datetime.timedelta) -> DeviceMesh | None:
     """Process groups along every axis. They are never given back, so each layout gets them once."""
     if layout.plain or layout.zero:
         return None
     sizes = tuple(layout.sizes[axis] for axis in AXES)
-    return init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    axes = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    for axis in AXES:  # torch gives the groups of a mesh its own limit
+        dist.distributed_c10d._set_pg_timeout(limit, axes[axis].get_group())
+    return axes
 
 
 def leave() -> None:

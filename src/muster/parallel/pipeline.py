@@ -137,7 +137,7 @@ class PipelineEngine(TorchEngine):
         assert self.mesh.axes is not None
         columns = self.mesh.axes.mesh.flatten(1)
         for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
-            group = dist.new_group([first, last])
+            group = dist.new_group([first, last], timeout=self.mesh.limit)
             if self.mesh.rank in (first, last):
                 self._ends = group
         holder = self.parts[0] if self.rank == 0 else self.parts[-1]

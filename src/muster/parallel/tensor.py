@@ -21,19 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan, Split
 from muster.recipe.distributed import TensorOptions
-
-
-def check_length(length: int, size: int, options: TensorOptions) -> None:
-    """torch takes the ranks' stretches of a sequence for equal ones."""
-    if options.sequence_parallel and length % size:
-        raise RecipeError(
-            f"data.sequence_length: {length} cannot be cut into {size} equal stretches "
-            f"(distributed.tensor); use {length - length % size or size}, or set "
-            "distributed.tensor_options.sequence_parallel=false"
-        )
 
 
 def split(model: nn.Module, axis: DeviceMesh, plan: ParallelPlan, options: TensorOptions) -> None:

@@ -10,7 +10,8 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
-BYTES_PER_PARAMETER = 16  # float32: the weight, its gradient and AdamW's two averages
+WEIGHT_BYTES = 4  # float32
+TRAINED_BYTES = 12  # and for what is trained: its gradient and AdamW's two averages
 SHARE = 0.6  # of a device's memory; the rest is for activations, buffers and the context
 
 
@@ -22,8 +23,15 @@ def choose_layout(recipe: Recipe, task: Task, mesh: Mesh) -> Layout:
     if recipe.distributed.strategy != "auto":
         return layout_for(recipe.distributed, mesh.world)
     smallest = min(mesh.gather(device_bytes(mesh)))
-    fits = parameter_count(task) * BYTES_PER_PARAMETER <= SHARE * smallest
+    fits = training_bytes(task) <= SHARE * smallest
     return layout_for(recipe.distributed, mesh.world, "ddp" if fits else "fsdp")
+
+
+def training_bytes(task: Task) -> int:
+    with torch.device("meta"):
+        parameters = list(task.build_model().parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    return WEIGHT_BYTES * sum(p.numel() for p in parameters) + TRAINED_BYTES * trained
 
 
 def parameter_count(task: Task) -> int:

@@ -237,7 +237,11 @@ class Evaluation(Section):
     every_steps: Positive | None = Field(
         500, description="Score the validation data; `null`: never."
     )
-    batch_size: Positive = Field(32, description="Clips per rank and evaluation batch.")
+    batch_size: Positive | Auto = Field(
+        "auto",
+        description="Samples per rank and evaluation batch. `auto`: as many as training holds at a "
+        "time, at most 32.",
+    )
     decoder: Literal["greedy", "beam"] = Field(
         "greedy", description="`beam` is CTC prefix-beam search."
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from muster.data.loader import Batch, Loader
@@ -26,6 +27,8 @@ from muster.train.optimizer import learning_rate, seed_step
 from muster.train.precision import LossScale, autocast
 
 log = logging.getLogger(__name__)
+
+MOST_EVALUATED = 32
 
 
 @dataclass
@@ -44,6 +47,14 @@ class Job:
     start: int = 0  # completed steps; also the place in the data
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """As many samples as training holds at a time, where the recipe leaves it open."""
+        asked = self.recipe.evaluation.batch_size
+        slots = self.loader.ranks * self.loader.accumulation
+        held = math.ceil(self.recipe.training.global_batch_size / slots)
+        return asked if isinstance(asked, int) else min(MOST_EVALUATED, held)
 
     @cached_property
     def work(self) -> Work:
@@ -177,13 +188,22 @@ def _judge(
         )
 
 
+def agree_on_buffers(job: Job) -> None:
+    """Statistics that each rank kept for itself, settled on rank 0's before they are used or saved."""
+    if job.mesh.world > 1 and not job.recipe.distributed.sync_batchnorm:
+        for part in job.engine.parts:
+            for buffer in part.buffers():
+                dist.broadcast(buffer, 0)
+
+
 def _score(job: Job, done: int) -> None:
+    agree_on_buffers(job)
     result = evaluate(
         job.task,
         job.engine,
         "validation",
         job.mesh,
-        job.recipe.evaluation.batch_size,
+        job.evaluation_batch,
         lambda: autocast(job.precision, job.mesh.device),
     )
     if result is not None:
@@ -191,6 +211,7 @@ def _score(job: Job, done: int) -> None:
 
 
 def _save(job: Job, done: int) -> None:
+    agree_on_buffers(job)
     trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
     stall = job.checkpoints.save(done, job.engine, trainer)
     job.observer.event("checkpoint", step=done, stall_s=stall)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from muster.errors import RecipeError
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from muster.parallel.fsdp import DTYPES
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:

@@ -1,0 +1,44 @@
+"""`muster check --parity`, as a user runs it."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from muster.check.parity import ROWS, rows_for
+from muster.check.run import run_parity
+from muster.cli import app
+from muster.errors import MusterError
+
+
+def test_one_row_is_measured_on_two_ranks():
+    lines = run_parity("gpt-micro", 2, "ddp")
+    assert [line["strategy"] for line in lines] == ["ddp"]
+    assert lines[0]["agrees"]
+    assert 0 <= lines[0]["norm"] < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8, 16, 64])
+def test_any_number_of_ranks_has_rows(world):
+    names = [row.name for row in rows_for(world)]
+    assert {"ddp", "fsdp", "tensor"} <= set(names)
+    assert ("hsdp" in names) == (world % 4 == 0)
+    assert ("tensor × pipeline × fsdp" in names) == (world % 8 == 0)
+
+
+def test_every_row_is_offered_to_the_worlds_of_the_table():
+    for row in ROWS:
+        assert all(row in rows_for(world) for world in row.worlds), row.name
+
+
+def test_a_row_that_does_not_exist_is_refused_with_those_that_do():
+    with pytest.raises(
+        MusterError, match="no row begins with 'magic' on 2 ranks; there are ddp, fsdp"
+    ):
+        run_parity("gpt-micro", 2, "magic")
+
+
+def test_check_without_a_subject_says_what_there_is():
+    result = CliRunner().invoke(app, ["check"])
+    assert result.exit_code != 0
+    assert "--parity" in str(result.exception)

@@ -1,0 +1,65 @@
+"""What the table's models leave out: windows, isolated documents, checkpointing, ZeRO's skipped steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from muster.check.parity import distance
+
+HYBRID = ("distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pipeline=2")
+ISOLATED = ("data.isolate_documents=true",)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(4, HYBRID), (2, ("distributed.strategy=fsdp",))],
+    ids=["tensor × pipeline", "fsdp"],
+)
+@pytest.mark.parametrize(
+    ("model", "options"), [("window", ()), ("gpt", ISOLATED)], ids=["window", "isolated"]
+)
+def test_masks_reach_every_layer_of_every_layout(course_of, model, options, world, layout):
+    alone = course_of(model, 1, options)
+    found = distance(alone, course_of(model, world, (*options, *layout)))
+    assert found.small, found
+
+
+def test_the_masks_of_these_rows_matter(course_of):
+    assert not distance(course_of("window", 1), course_of("llama", 1)).small
+    assert not distance(course_of("gpt", 1, ISOLATED), course_of("gpt", 1)).small
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_activations_changes_nothing_under_fsdp(course_of, mode):
+    options = (f"training.activation_checkpointing={mode}", "distributed.strategy=fsdp")
+    assert distance(course_of("gpt", 1), course_of("gpt", 2, options)).small
+
+
+def skip_one(mesh, stage: int) -> list[bool]:
+    """A step whose loss is not finite although every gradient is."""
+    from parallel.models import GPT, LR, make_batch, make_engine, make_work, micro_batches
+
+    options = {"strategy": f"zero{stage}"}
+    engine = make_engine(mesh, GPT, options)
+    batch = make_batch(GPT, 8)
+    pieces, work = micro_batches(mesh, options, batch, 2), make_work(batch.units)
+
+    def weights():
+        return [t.full_tensor().clone() for t in engine.state()["model"].values()]
+
+    engine.accumulate(pieces, work)
+    engine.step(LR)
+    before = weights()
+    engine.accumulate(pieces, work)
+    engine.zero_grad()
+    kept = all((a == b).all() for a, b in zip(before, weights(), strict=True))
+    engine.accumulate(pieces, work)
+    engine.step(LR)
+    moved = any((a != b).any() for a, b in zip(before, weights(), strict=True))
+    return [kept, moved]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_forgets_the_gradients_of_a_skipped_step(ranks, stage):
+    pytest.importorskip("deepspeed")
+    assert ranks(2)(skip_one, stage) == [[True, True]] * 2
