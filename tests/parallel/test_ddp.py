@@ -59,9 +59,13 @@ def test_exact_options_give_the_gradient_of_one_process(ranks, alone, ddp, count
         assert distance(alone, found) < 1e-6
 
 
+def build_accumulating(mesh, ddp) -> None:
+    make_engine(mesh, GPT, {"strategy": "ddp", "ddp": ddp}, gradient_accumulation_steps=2)
+
+
 def test_a_static_graph_cannot_accumulate(ranks):
     with pytest.raises(AssertionError, match=r"RecipeError: distributed\.ddp\.static_graph: true"):
-        ranks(2)(gradients, {"static_graph": True}, 2)
+        ranks(2)(build_accumulating, {"static_graph": True})
 
 
 @pytest.mark.parametrize(("compression", "digits"), [("bf16", 2**-8), ("fp16", 2**-11)])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,16 @@ from parity.table import train_row
 
 @pytest.fixture(scope="session")
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Some two hundred kilobytes of Python, as text files of many lengths."""
+    """Some two hundred kilobytes of Python, every paragraph a document."""
     import argparse
-    import json
     import tarfile
     import typing
 
     folder = tmp_path_factory.mktemp("text")
-    for module in (argparse, json, tarfile, typing):
-        source = Path(str(module.__file__)).read_text()
-        (folder / f"{module.__name__}.txt").write_text(source)
+    with (folder / "paragraphs.jsonl").open("w") as file:
+        for module in (argparse, tarfile, typing):
+            paragraphs = Path(str(module.__file__)).read_text().split("\n\n")
+            file.writelines(json.dumps({"text": p}) + "\n" for p in paragraphs if p.strip())
     return str(folder)
 
 

@@ -37,6 +37,7 @@ for name in ("gpt", "llama"):  # eight stages need as many layers
         models.PRESETS[f"{name}-uneven"], layers=9
     )
 RECIPES = {
+    "window": "llama-micro",
     "gpt-deep": "gpt-micro",
     "llama-deep": "llama-micro",
     "gpt": "gpt-micro",

@@ -42,7 +42,7 @@ def _suggest(run: Run, state: str) -> None:
 
     name, muster = shown(run), program()
     recipe = from_resolved(run.path / "recipe.yaml")
-    again = f"{muster} train {recipe.name} --gpus 2"
+    again = f"{muster} train {name}/recipe.yaml --gpus 2"
     commands = {
         "speech-ctc": [
             (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?"),

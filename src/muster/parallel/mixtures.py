@@ -20,7 +20,7 @@ def refuse_mixtures(recipe: Recipe, layout: Layout) -> None:
         if length % layout.tensor:
             raise RecipeError(
                 f"data.sequence_length: {length} is not a multiple of the {layout.tensor} tensor ranks "
-                "that share each sequence; change it, or set "
+                f"that share each sequence; use {length - length % layout.tensor}, or set "
                 "distributed.tensor_options.sequence_parallel=false"
             )
     elif cut and recipe.model.dropout:

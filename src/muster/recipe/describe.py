@@ -30,6 +30,7 @@ class Key:
     ]  # JSON types accepted: integer, number, string, boolean, array, null, object
     default: Any
     description: str
+    off: bool = False  # a section that is null unless it is given
 
     @property
     def is_section(self) -> bool:
@@ -58,6 +59,7 @@ def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Ite
             kinds=frozenset(option["type"] for option in options),
             default=entry.get("default"),
             description=entry.get("description") or (section or {}).get("description", ""),
+            off=section is not None and "default" in entry and entry["default"] is None,
         )
         if section is not None:
             yield from _walk(section, definitions, dotted + ".")
@@ -198,7 +200,7 @@ def _rows(values: dict[str, Any], prefix: str, rows: list[tuple[str, str]]) -> N
             continue
         note = key.description
         if key.is_section:
-            note = f"[default: on] {note}"
+            note = note if key.off else f"[default: on] {note}"
         elif value != key.default:
             note = f"[default: {scalar(key.default)}] {note}"
         rows.append((f"{indent}{name}: {scalar(value)}", note))
@@ -230,7 +232,10 @@ def schema_table() -> str:
     for key in keys().values():
         if key.is_section:
             if key.description and "null" in key.kinds:
-                lines.append(f"| `{key.name}` | a section or null | on | {key.description} |")
+                default = "`null`" if key.off else "on"
+                lines.append(
+                    f"| `{key.name}` | a section or null | {default} | {key.description} |"
+                )
             continue
         takes = key.expects + (" or null" if "null" in key.kinds else "")
         cells = (f"`{key.name}`", takes, f"`{scalar(key.default)}`", key.description)

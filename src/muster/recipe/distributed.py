@@ -35,7 +35,7 @@ class FSDP(Section):
         "pass: more memory, one gathering less.",
     )
     wrap: list[str] = Field(
-        default_factory=list,
+        [],
         description="Classes whose instances are gathered one at a time. Default: the model's blocks.",
     )
 

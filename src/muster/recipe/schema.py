@@ -24,7 +24,7 @@ class Lora(Section):
     )
     dropout: Fraction = Field(0.0, description="On the adapters' input.")
     targets: list[str] = Field(
-        default_factory=lambda: ["q", "v"],
+        ["q", "v"],
         description="Layers that get an adapter, by the last part of their name: q k v o gate up down.",
     )
 

@@ -97,8 +97,11 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
     of every `parts`-th file; with `parts` 0, none are looked at."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
+    folders = step_folders(path) or [path]
+    if folders == [path] and not any(path.glob("*.distcp")):
+        raise CheckpointError(f"no complete checkpoint in {path}: none was ever saved there")
     problems = []
-    for folder in step_folders(path) or [path]:
+    for folder in folders:
         try:
             manifest = read_manifest(folder)
             if parts:

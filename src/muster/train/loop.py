@@ -125,7 +125,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
 
     ready = engine.ready() or synced
     exposed = max(0.0, ready.until(synced))
-    skew = (agreed - begin - data_wait) + (answered - waiting)
+    skew = (agreed - begin - data_wait) + (answered - waiting) if mesh.world > 1 else 0.0
     job.observer.step(
         StepRecord(
             step=step + 1,
