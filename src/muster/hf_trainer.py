@@ -39,7 +39,6 @@ from muster.observe.observer import Observer, StepRecord
 from muster.observe.results import write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.engine import Engine
-from muster.parallel.layout import Layout
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
 from muster.plan.batch import BatchSizes, solve
@@ -192,15 +191,7 @@ class Notebook(TrainerCallback):
 def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[str, Any]:
     """What `muster.worker.run_rank` does, with the Trainer in the loop's place."""
     sizes = _sizes(recipe, place.world)
-    options = recipe.distributed
-    mesh = meshes.join(
-        place.rank,
-        place.local_rank,
-        Layout(replicate=place.world),
-        options.backend,
-        options.timeout_s,
-    )
-    run = worker.shared(run, mesh)
+    mesh, run = worker.meet(recipe, place, run)
     opened, found = worker.open_data(recipe, mesh)
     task, source = cast(CausalLM, opened), cast(PackedSource, found)
     job = _job(recipe, task, source, mesh, run, sizes)

@@ -59,15 +59,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
 
     Rank 0 gets the results, the others an empty dictionary.
     """
-    options = recipe.distributed
-    mesh = meshes.join(
-        place.rank,
-        place.local_rank,
-        Layout(replicate=place.world),
-        options.backend,
-        options.timeout_s,
-    )
-    run = shared(run, mesh)
+    mesh, run = meet(recipe, place, run)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         place.rank,
@@ -94,12 +86,14 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     return results
 
 
-def shared(run: runs.Run | None, mesh: Mesh) -> runs.Run:
-    """Rank 0's run directory, on every rank."""
+def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs.Run]:
+    """Join the other ranks, side by side for now, in rank 0's run directory."""
+    options, layout = recipe.distributed, Layout(replicate=place.world)
+    mesh = meshes.join(place.rank, place.local_rank, layout, options.backend, options.timeout_s)
     path: list[Any] = [str(run.path.resolve()) if run else None]
     if mesh.world > 1:
         dist.broadcast_object_list(path)
-    return runs.Run(Path(path[0]))
+    return mesh, runs.Run(Path(path[0]))
 
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:

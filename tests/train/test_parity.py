@@ -49,13 +49,13 @@ def train_on(ranks, tmp_path_factory):
 @pytest.mark.parametrize(
     ("world", "accumulation", "batch"),
     [
-        (1, 4, 32),
+        pytest.param(1, 4, 32, marks=pytest.mark.full),
         (2, 1, 32),
-        (4, 1, 32),
-        (2, 4, 32),
+        pytest.param(4, 1, 32, marks=pytest.mark.full),
+        pytest.param(2, 4, 32, marks=pytest.mark.full),
         (4, 4, 32),
         (4, 1, 30),  # does not divide evenly
-        (2, 4, 30),
+        pytest.param(2, 4, 30, marks=pytest.mark.full),
         pytest.param(3, 1, 32, marks=pytest.mark.full),
         pytest.param(3, 4, 31, marks=pytest.mark.full),
         pytest.param(8, 1, 32, marks=pytest.mark.full),
