@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from muster.models import PRESETS
-from muster.models.decoder import Cache, Decoder, DecoderConfig, Part, attention_mask, initial_std
+from muster.models.attention import Cache, DecoderConfig, attention_mask
+from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights
 
 CPU = torch.device("cpu")
