@@ -13,7 +13,7 @@ from muster import models
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
 from muster.models.plan import ParallelPlan
-from muster.parallel.layout import Layout, layout_for, strategy_name
+from muster.parallel.layout import PRESETS, Layout, layout_for, leftovers, strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.distributed import Distributed
 from parallel.models import LLAMA
@@ -140,8 +140,7 @@ def test_no_size_is_below_one():
         (
             Layout(pipeline=3),
             2,
-            r"6 stages, but model x has 4 layers; lower distributed\.pipeline or "
-            r"distributed\.pipeline_options\.stages_per_rank",
+            r"6 stages, but model x has 4 layers; use at most 2 pipeline ranks",
         ),
     ],
 )
@@ -217,3 +216,13 @@ def test_a_forward_pass_is_collective_where_parameters_are_gathered():
     assert not Layout(shard=2, zero=2).collective_forward
     assert not Layout(replicate=2).collective_forward
     assert not Layout(tensor=2, pipeline=2).collective_forward
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "hybrid"])
+def test_a_strategy_given_anew_forgets_the_sizes_of_the_one_before(name):
+    before = {"strategy": "hybrid", "tensor": 2, "pipeline": 2, "replicate": 2}
+    silent = {key.removeprefix("distributed."): value for key, value in leftovers(name).items()}
+    after = before | {k: v for k, v in silent.items() if "." not in k} | {"strategy": name}
+    if name == "hsdp":
+        after["shard"] = "auto"
+    assert layout_for(Distributed(**after), 8).world == 8

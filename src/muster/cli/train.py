@@ -9,7 +9,7 @@ import typer
 
 from muster.cli.common import Overrides, console, load_recipe, program, shown
 from muster.cli.manage import show_until_end
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from muster.hardware.inventory import Inventory
@@ -59,7 +59,7 @@ def train(
 
     changes = list(overrides or [])
     if strategy:
-        changes.append(f"distributed.strategy={strategy}")
+        changes += _strategy(strategy, changes)
     if deepspeed_config:
         changes += _deepspeed(deepspeed_config, given=changes)
     existing = _existing_run(recipe)
@@ -81,6 +81,15 @@ def train(
     show_until_end(run)
 
 
+def _strategy(name: str, given: list[str]) -> list[str]:
+    """The strategy; sizes and files of another one, left in a recipe or a run, do not hold it up."""
+    from muster.parallel.layout import leftovers
+
+    told = {word.partition("=")[0] for word in given}
+    others = [f"{key}={value}" for key, value in leftovers(name).items() if key not in told]
+    return [f"distributed.strategy={name}", *others]
+
+
 def _deepspeed(path: Path, given: list[str]) -> list[str]:
     """The file, and the strategy it means where none is asked for."""
     from muster.parallel.deepspeed_config import read
@@ -89,7 +98,11 @@ def _deepspeed(path: Path, given: list[str]) -> list[str]:
     zero = read(path).get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
     asked = any(word.startswith("distributed.strategy=") for word in given)
-    if stage in (1, 2, 3) and not asked:
+    if stage not in (1, 2, 3) and not asked:
+        raise RecipeError(
+            f"{path} has no zero_optimization.stage of 1, 2 or 3; add it, or say --strategy zero2"
+        )
+    if not asked:
         changes.append(f"distributed.strategy=zero{stage}")
     return changes
 

@@ -29,13 +29,14 @@ def apply(
 ) -> Engine:
     """tensor → activation checkpointing → compile → shard → weights → replicate."""
     layout, options = mesh.layout, recipe.distributed
-    refuse_mixtures(recipe, layout)
     if layout.zero:
         from muster.parallel import deepspeed
 
+        refuse_mixtures(recipe, layout)
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
+    refuse_mixtures(recipe, layout)
     sharded = layout.data_ranks > 1 and not layout.plain
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
     for part in parts:

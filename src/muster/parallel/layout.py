@@ -104,8 +104,8 @@ class Layout:
         if self.pipeline > 1 and stages > plan.layers:
             raise RecipeError(
                 f"distributed.pipeline: {self.pipeline} ranks × {stages_per_rank} stages each is "
-                f"{stages} stages, but {name} has {plan.layers} layers; lower distributed.pipeline or "
-                "distributed.pipeline_options.stages_per_rank"
+                f"{stages} stages, but {name} has {plan.layers} layers; use at most "
+                f"{plan.layers // stages_per_rank} pipeline ranks (distributed.pipeline, or --gpus)"
             )
 
 
@@ -183,6 +183,18 @@ PRESETS: dict[str, Callable[[int, Distributed], Layout]] = {
 }
 
 SIZES_OF = {"hsdp": {"replicate", "shard"}, "tensor": {"tensor"}, "pipeline": {"pipeline"}}
+
+
+def leftovers(strategy: str) -> dict[str, str]:
+    """Keys that another strategy may have set and this one refuses, and what makes them silent."""
+    if strategy == "hybrid":
+        return {}
+    sizes = {
+        f"distributed.{axis}": "auto" for axis in AXES if axis not in SIZES_OF.get(strategy, ())
+    }
+    return (
+        sizes if strategy.startswith("zero") else {**sizes, "distributed.deepspeed.config": "null"}
+    )
 
 
 def layout_for(options: Distributed, world: int, strategy: str | None = None) -> Layout:
