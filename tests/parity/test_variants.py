@@ -29,7 +29,7 @@ def test_the_masks_of_these_rows_matter(course_of):
     assert not distance(course_of("gpt", 1, ISOLATED), course_of("gpt", 1)).small
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.full)])
 def test_checkpointing_activations_changes_nothing_under_fsdp(course_of, mode):
     options = (f"training.activation_checkpointing={mode}", "distributed.strategy=fsdp")
     assert distance(course_of("gpt", 1), course_of("gpt", 2, options)).small
