@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from typing import Any
 
 import pytest
@@ -114,3 +115,23 @@ def test_compiled_blocks_share_one_graph_and_give_the_same_gradient():
     largest = max(float(g.abs().max()) for g in gradients.values())
     for name, gradient in gradients.items():
         torch.testing.assert_close(same[name], gradient, rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_batch_norm_and_recomputed_blocks_are_refused_under_every_strategy(ranks, strategy):
+    with pytest.raises(AssertionError, match=r"RecipeError: training\.activation_checkpointing"):
+        ranks(2)(recompute_batch_norm, strategy)
+
+
+def recompute_batch_norm(mesh, strategy: str) -> None:
+    from training import make_job
+
+    make_job(
+        mesh,
+        tempfile.mkdtemp(),
+        [
+            "model.norm=batch",
+            "training.activation_checkpointing=full",
+            f"distributed.strategy={strategy}",
+        ],
+    )

@@ -7,11 +7,14 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from muster.errors import RecipeError
-from muster.models.norm import MaskedBatchNorm
 from muster.models.plan import ParallelPlan
 from muster.parallel import fsdp, pipeline, tensor
-from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
+from muster.parallel.blocks import (
+    checkpoint_activations,
+    compile_blocks,
+    find_blocks,
+    prepare_norms,
+)
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.materialise import materialise
@@ -82,22 +85,9 @@ def _build(
         each = pipeline.stages_per_rank(options)
         layout.check_model(plan, recipe.model.pretrained or recipe.model.preset, each)
         if layout.pipeline == 1:
-            _prepare_norms(model, recipe)
+            prepare_norms(model, recipe)
             return [model], plan
         pipeline.check_schedule(options)
         cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
         mine = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
         return [builder.build_part(start, stop) for start, stop in mine], plan
-
-
-def _prepare_norms(model: nn.Module, recipe: Recipe) -> None:
-    """Batch statistics over all ranks, where they are wanted; taken once, not again in a recomputed
-    forward pass."""
-    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
-    if norms and recipe.training.activation_checkpointing != "none":
-        raise RecipeError(
-            "training.activation_checkpointing: a block computed twice would count its batch twice "
-            "in batch normalisation; set it to none"
-        )
-    for norm in norms:
-        norm.sync = recipe.distributed.sync_batchnorm

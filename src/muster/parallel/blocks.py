@@ -1,4 +1,4 @@
-"""What is done to each repeated block before it is sharded: checkpointing and compilation."""
+"""What is done to a model before it is sharded: its norms, checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
 )
 
 from muster.errors import RecipeError
+from muster.models.norm import MaskedBatchNorm
+from muster.recipe.schema import Recipe
 
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -78,3 +80,16 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], others: Sequen
     beside = [m for name, m in model.named_modules() if name in others]
     for module in (*blocks, *beside):
         module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+
+
+def prepare_norms(model: nn.Module, recipe: Recipe) -> None:
+    """Batch statistics over all ranks, where they are wanted; taken once, not again in a recomputed
+    forward pass."""
+    norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
+    if norms and recipe.training.activation_checkpointing != "none":
+        raise RecipeError(
+            "training.activation_checkpointing: a block computed twice would count its batch twice "
+            "in batch normalisation; set it to none"
+        )
+    for norm in norms:
+        norm.sync = recipe.distributed.sync_batchnorm

@@ -22,12 +22,17 @@ from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
-from muster.parallel.blocks import checkpoint_activations, compile_blocks, find_blocks
+from muster.parallel.blocks import (
+    checkpoint_activations,
+    compile_blocks,
+    find_blocks,
+    prepare_norms,
+)
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Builder, MakeOptimizer, Work
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.parallel.state import MOMENTS, begin
+from muster.parallel.state import MOMENTS, begin, set_step
 from muster.parallel.timing import Moment
 from muster.recipe.schema import Recipe
 
@@ -60,6 +65,7 @@ def apply(
     cut = mesh.layout.zero == 3 and weights is not None
     with _partitioning(config, cut, weights is not None):
         model = builder.build_model()
+    prepare_norms(model, recipe)
     plan: ParallelPlan = model.plan  # type: ignore[assignment]
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
@@ -170,8 +176,7 @@ class ZeroEngine:
             self._write(parameter, None, loaded["model"][name].full_tensor())
             for moment in MOMENTS:
                 self._write(parameter, moment, loaded["optimizer"][moment][name].full_tensor())
-        for held in self.optimizer.optimizer.state.values():
-            held["step"].copy_(loaded["optimizer"]["step"])
+        set_step(self.optimizer.optimizer, loaded)
 
     def _begin(self) -> None:
         """AdamW's averages, which DeepSpeed makes at the first step, and its view of them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from muster.data.loader import Batch, Inputs
@@ -39,10 +37,7 @@ MANY_STAGES = ("interleaved", "zero-bubble")
 
 def check_schedule(options: PipelineOptions) -> None:
     """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's was seen to work."""
-    if options.schedule == "zero-bubble" and tuple(map(int, torch.__version__.split(".")[:2])) < (
-        2,
-        13,
-    ):
+    if options.schedule == "zero-bubble" and torch.__version__ < (2, 13):  # type: ignore[operator]
         raise RecipeError(
             f"distributed.pipeline_options.schedule: zero-bubble needs torch 2.13, this is "
             f"{torch.__version__}; use 1f1b or interleaved"
@@ -153,7 +148,7 @@ class PipelineEngine(TorchEngine):
         shared = {k: torch.cat([c.shared[k] for c in calls]) for k in calls[0].shared}
         losses: list[Tensor] = []
         which = torch.arange(len(batches), device=self.mesh.device)
-        with work.autocast(), loss_parallel() if self._split_loss else nullcontext():
+        with work.autocast(), self._loss_context():
             self._schedule(len(batches), tuple(calls[0].args[0].shape)).step(
                 *(args if self.rank == 0 else ()),
                 target=which if self._holds_last else None,
@@ -206,7 +201,7 @@ class PipelineEngine(TorchEngine):
         for stage in range(self.stages):
             owner, local = stage % self.ranks, stage // self.ranks
             if owner == self.rank:
-                if stage > 0 and self.ranks > 1:
+                if stage > 0:
                     x = torch.empty(rows, time // self.pieces, self.width, device=self.mesh.device)
                     dist.recv(x, group=self.group, group_src=(stage - 1) % self.ranks)
                 x = self.parts[local](x, **inputs.shared)
