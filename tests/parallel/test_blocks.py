@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
 import tempfile
 from typing import Any
@@ -67,8 +68,13 @@ def kept_by_forward(rows: int, mode: Any, layers: int = GPT.layers) -> int:
     if layers:
         checkpoint_activations(find_blocks(model, ["DecoderBlock"], "here"), mode)
     tokens = make_batch(GPT, rows)["tokens"]
-    with torch.profiler.profile(profile_memory=True) as profile:
-        loss = model(tokens).sum()
+    gc.collect()  # what an earlier forward pass left in cycles would be freed, and counted, in this
+    gc.disable()
+    try:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            loss = model(tokens).sum()
+    finally:
+        gc.enable()
     kept = sum(event.self_cpu_memory_usage for event in profile.events())
     loss.backward()
     return int(kept)
