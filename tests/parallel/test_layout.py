@@ -15,7 +15,8 @@ from muster.models.decoder import Decoder
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import PRESETS, Layout, layout_for, leftovers, strategy_name
 from muster.parallel.mesh import Mesh
-from muster.recipe.distributed import Distributed
+from muster.recipe.distributed import DeepSpeed, Distributed
+from muster.recipe.load import load
 from parallel.models import LLAMA
 
 
@@ -220,9 +221,17 @@ def test_a_forward_pass_is_collective_where_parameters_are_gathered():
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "hybrid"])
 def test_a_strategy_given_anew_forgets_the_sizes_of_the_one_before(name):
-    before = {"strategy": "hybrid", "tensor": 2, "pipeline": 2, "replicate": 2}
-    silent = {key.removeprefix("distributed."): value for key, value in leftovers(name).items()}
-    after = before | {k: v for k, v in silent.items() if "." not in k} | {"strategy": name}
-    if name == "hsdp":
-        after["shard"] = "auto"
-    assert layout_for(Distributed(**after), 8).world == 8
+    before = ["tensor=2", "pipeline=2", "replicate=2"]
+    before += [
+        "deepspeed={config: ds.json, offload_optimizer: nvme, offload_param: cpu, nvme_path: n}"
+    ]
+    silent = [f"{key}={value}" for key, value in leftovers(name).items()]
+    shard = ["distributed.shard=auto"] if name == "hsdp" else []
+    given = [f"distributed.{word}" for word in [*before, f"strategy={name}"]]
+    options = load("gpt-micro", [*given, *silent, *shard]).distributed
+    assert layout_for(options, 8).world == 8
+
+
+def test_all_of_deepspeeds_options_are_forgotten():
+    found = {key.rpartition(".")[2] for key in leftovers("ddp") if "deepspeed" in key}
+    assert found == set(DeepSpeed.model_fields)

@@ -185,6 +185,14 @@ PRESETS: dict[str, Callable[[int, Distributed], Layout]] = {
 SIZES_OF = {"hsdp": {"replicate", "shard"}, "tensor": {"tensor"}, "pipeline": {"pipeline"}}
 
 
+NO_DEEPSPEED = {
+    "config": "null",
+    "offload_optimizer": "none",
+    "offload_param": "none",
+    "nvme_path": "null",
+}
+
+
 def leftovers(strategy: str) -> dict[str, str]:
     """Keys that another strategy may have set and this one refuses, and what makes them silent."""
     if strategy == "hybrid":
@@ -192,9 +200,9 @@ def leftovers(strategy: str) -> dict[str, str]:
     sizes = {
         f"distributed.{axis}": "auto" for axis in AXES if axis not in SIZES_OF.get(strategy, ())
     }
-    return (
-        sizes if strategy.startswith("zero") else {**sizes, "distributed.deepspeed.config": "null"}
-    )
+    if strategy.startswith("zero"):
+        return sizes
+    return sizes | {f"distributed.deepspeed.{key}": value for key, value in NO_DEEPSPEED.items()}
 
 
 def layout_for(options: Distributed, world: int, strategy: str | None = None) -> Layout:
