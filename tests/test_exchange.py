@@ -168,3 +168,87 @@ def test_the_command_exports(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "written to" in result.output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_layer == 4
+
+
+WHISPER = ["data.max_parquet_files=1", "data.spec_augment=null", "evaluation.max_tokens=12"]
+
+
+@pytest.fixture(scope="module")
+def heard() -> list[Any]:
+    """Features of two clips, in whole windows."""
+    task = build_task(load("whisper-micro", [*WHISPER, "data.window=30"]))
+    source = task.source("test")
+    assert source is not None
+    return [source.load(i) for i in range(2)]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters merged"])
+def test_a_whisper_is_what_transformers_loads(tmp_path, heard, lora):
+    """Model, processor and pipeline as they are, from a tokenizer that was learnt here."""
+    from transformers import WhisperForConditionalGeneration, WhisperProcessor, pipeline
+
+    overrides = [*WHISPER, "data.window=30", *(LORA if lora else [])]
+    run, model = checkpoint(tmp_path / "run", "whisper-micro", overrides)
+    export_checkpoint(run, tmp_path / "out")
+    theirs = WhisperForConditionalGeneration.from_pretrained(tmp_path / "out").eval()
+    processor = WhisperProcessor.from_pretrained(tmp_path / "out")
+    task = build_task(load("whisper-micro", overrides))
+    batch = task.prepare(task.collate(heard, None))
+    features = processor(
+        [clip.samples for clip in heard], sampling_rate=16000, return_tensors="pt"
+    ).input_features
+    torch.testing.assert_close(features, batch["features"].transpose(1, 2), rtol=0, atol=1e-4)
+    with torch.no_grad():
+        logits = model(batch["features"], batch["tokens"])
+        expected = theirs(input_features=features, decoder_input_ids=batch["tokens"]).logits
+        assert_same(logits[..., : expected.shape[-1]], expected)
+        said = task.decode(model(*task.questions(batch, bool).args))
+    assert processor.tokenizer("seven past nine").input_ids == [
+        *task.prompt,
+        *task.tokens.encode("seven past nine"),
+        task.tokens.end,
+    ]
+    found = pipeline("automatic-speech-recognition", str(tmp_path / "out"))
+    options = {"max_new_tokens": 12, "num_beams": 1}  # its own default is five
+    texts = [one["text"] for one in found([c.samples for c in heard], generate_kwargs=options)]
+    if not lora:  # with noise for adapters it writes bytes that are no text, and marks of time
+        assert [text.strip() for text in texts] == said
+
+
+def test_whisper_adapters_are_what_peft_loads(tmp_path, heard):
+    from transformers import WhisperForConditionalGeneration
+
+    base, _ = checkpoint(tmp_path / "base", "whisper-micro", WHISPER)
+    export_checkpoint(base, tmp_path / "pretrained")
+    overrides = [*WHISPER, f"model.pretrained={tmp_path / 'pretrained'}", *LORA]
+    run, model = checkpoint(tmp_path / "run", "whisper-micro", overrides)
+    export_checkpoint(run, tmp_path / "adapter", adapter=True)
+    bare = WhisperForConditionalGeneration.from_pretrained(tmp_path / "pretrained")
+    theirs = PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
+    task = build_task(load("whisper-micro", [*overrides, "data.window=30"]))
+    batch = task.prepare(task.collate(heard, None))
+    with torch.no_grad():
+        ours = model(batch["features"], batch["tokens"])
+        inputs = batch["features"].transpose(1, 2)
+        expected = theirs(input_features=inputs, decoder_input_ids=batch["tokens"]).logits
+    assert_same(ours[..., : expected.shape[-1]], expected)
+
+
+def test_a_whisper_folder_is_scored_on_data_that_is_named(tmp_path):
+    from data.clips import encode, tone, write_parquet
+    from muster.cli.use import evaluate
+
+    run, _ = checkpoint(tmp_path / "run", "whisper-micro", WHISPER)
+    export_checkpoint(run, tmp_path / "out")
+    clips = [encode(tone(1.0, 300)), encode(tone(1.4, 500)), encode(tone(40.0, 500))]
+    texts = ["one two three", "four", "five"]
+    data = write_parquet(tmp_path / "mine.parquet", clips, texts)
+    app = typer.Typer()
+    app.command()(evaluate)
+    found = CliRunner().invoke(app, [str(tmp_path / "out"), "--data", str(data)])
+    assert found.exit_code == 0, found.output
+    assert "2 clips" in found.output
+    assert "2 words:" in found.output  # normalised: 123 and 4
+    assert "not scored: 1 longer than 30.0 s" in found.output
+    with pytest.raises(MusterError, match="name some with --data"):
+        CliRunner().invoke(app, [str(tmp_path / "out")], catch_exceptions=False)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from typer.testing import CliRunner
 
 from muster import inference
+from muster.cli import app
 from muster.errors import MusterError
 from muster.train.evaluate import evaluate
+from muster.transcription import transcribe
 from training import make_job, run_training
 
 GREEDY = ["evaluation.decoder=greedy", "evaluation.ngram=null", "evaluation.known_words=false"]
@@ -41,7 +45,7 @@ def test_a_live_pipe_gives_the_text_of_the_whole_file(causal, tmp_path):
     for number, samples in enumerate(clips(6)):
         path = tmp_path / f"{number}.wav"
         soundfile.write(path, samples, 16000)
-        ((_, offline),) = inference.transcribe(recogniser, [path])
+        (offline,) = (found.text for found in transcribe(recogniser, [path]))
         live = "".join(inference.stream(recogniser, io.BytesIO(samples.tobytes())))
         assert live == offline
         said.append(offline)
@@ -54,9 +58,9 @@ def test_text_does_not_depend_on_what_else_is_in_the_batch(causal, tmp_path):
     for number, samples in enumerate(clips(5)):
         paths.append(tmp_path / f"{number}.wav")
         soundfile.write(paths[-1], samples, 16000)
-    together = dict(inference.transcribe(recogniser, paths))
-    alone = {p: text for path in paths for p, text in inference.transcribe(recogniser, [path])}
-    assert together == alone
+    together = list(transcribe(recogniser, paths))
+    assert [found.file for found in together] == paths
+    assert together == [found for path in paths for found in transcribe(recogniser, [path])]
 
 
 def test_a_model_that_looks_ahead_is_refused_for_streaming_by_name(ranks, tmp_path):
@@ -65,10 +69,34 @@ def test_a_model_that_looks_ahead_is_refused_for_streaming_by_name(ranks, tmp_pa
         list(inference.stream(inference.load_recogniser(tmp_path), io.BytesIO()))
 
 
-def test_a_file_that_is_no_audio_is_named(causal, tmp_path):
-    (tmp_path / "noise.wav").write_bytes(b"not audio")
-    with pytest.raises(MusterError, match=r"noise\.wav"):
-        list(inference.transcribe(inference.load_recogniser(causal), [tmp_path / "noise.wav"]))
+def test_a_short_file_is_heard_whole_and_a_long_one_in_windows(causal, tmp_path):
+    """Up to 30 s the text is what the model makes of the whole clip at once."""
+    from muster.data.speech import SpeechSample
+
+    recogniser = inference.load_recogniser(causal)
+    samples = np.concatenate([np.pad(clip, (0, 8000)) for clip in clips(16)])
+    texts = []
+    for name, part in (("short", samples[: 29 * 16000]), ("long", samples)):
+        soundfile.write(tmp_path / f"{name}.wav", part, 16000)
+        (found,) = transcribe(recogniser, [tmp_path / f"{name}.wav"])
+        texts.append((found.text, len(found.segments)))
+    task = recogniser.task
+    whole = samples[: 29 * 16000].astype(np.float32) / 32768
+    batch = task.prepare(task.collate([SpeechSample(0, whole, "")], None))
+    with torch.no_grad():
+        (expected,) = task.decode(*recogniser.model(batch["features"], batch["frames"]))
+    assert texts[0] == (expected, 1)
+    assert texts[1][1] > 1
+    assert len(texts[1][0]) > len(texts[0][0])
+
+
+def test_eval_prints_rates_counts_and_the_worst_clips(causal):
+    done = CliRunner().invoke(app, ["eval", str(causal), "--decoder", "greedy", "--worst", "2"])
+    rates = re.search(r"test: WER (.*)%, CER .*%, 300 clips\n", done.stdout)
+    counts = re.search(r"(\d+) words: (\d+) subst.*, (\d+) deletions, (\d+) insert", done.stdout)
+    words, *edits = map(int, counts.groups())
+    assert float(rates[1]) == pytest.approx(100 * sum(edits) / words, abs=0.01)
+    assert done.stdout.count("  said  ") == done.stdout.count("  heard ") == 2
 
 
 def scored(mesh, folder: str) -> tuple[dict[str, float], list[tuple[int, str]]]:

@@ -22,13 +22,13 @@ SMALL = [
 ]
 
 
-def make_job(mesh: Mesh, folder: str, overrides: list[str]) -> Job:
-    recipe = load("speech", [*SMALL, *overrides])
+def make_job(mesh: Mesh, folder: str, overrides: list[str], recipe: str = "speech") -> Job:
+    loaded = load(recipe, [*SMALL, *overrides])
     run = runs.Run(Path(folder))
     if mesh.first:
         (run.path / "ranks").mkdir(parents=True, exist_ok=True)
     mesh.barrier()
-    return prepare(recipe, mesh, run)
+    return prepare(loaded, mesh, run)
 
 
 def run_training(mesh: Mesh, folder: str, overrides: list[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Checkpoints for other programs: a language model as a Hugging Face folder, or its adapters."""
+"""Checkpoints for other programs: a language model or a Whisper as a Hugging Face folder, or its
+adapters."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import Any
 
 import torch
 
+from muster.data.whisper_text import preprocessor_config
 from muster.errors import MusterError
-from muster.models import huggingface, lora
+from muster.models import huggingface, lora, whisper_folder
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
+from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from muster.train.checkpoint import Saved, load_model, open_checkpoint
 
 
@@ -44,29 +47,36 @@ def export_checkpoint(checkpoint: Path, folder: Path, *, adapter: bool = False) 
             rank=options.rank,
             alpha=options.alpha,
             base=_base(str(task.recipe.model.pretrained)),
-            family=task.family,
+            family=task.family if isinstance(task, CausalLM) else None,
         )
         return
     if options is not None:
         state = lora.merged(state, options.alpha, options.rank)
+    if isinstance(task, SpeechSeq2Seq):
+        whisper_folder.export(folder, task.config, state, *_processor(task))
+        return
     files, keys = _tokenizer(task)
     huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
 
 
-def _task(saved: Saved) -> CausalLM:
+def _task(saved: Saved) -> CausalLM | SpeechSeq2Seq:
     try:
         recipe = Recipe.model_validate_json((saved.path / "recipe.json").read_text())
     except ValueError as error:
         raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
-    if recipe.task != "causal-lm":
+    kinds: dict[str, type[CausalLM] | type[SpeechSeq2Seq]] = {
+        "causal-lm": CausalLM,
+        "speech-seq2seq": SpeechSeq2Seq,
+    }
+    if recipe.task not in kinds:
         raise MusterError(
-            f"{saved.path} is of task {recipe.task}; only language models (causal-lm) have a "
-            "Hugging Face form to export to"
+            f"{saved.path} is of task {recipe.task}; only language models (causal-lm) and Whisper "
+            "(speech-seq2seq) have a Hugging Face form to export to"
         )
-    return CausalLM(recipe, json.loads((saved.path / "assets.json").read_text()))
+    return kinds[recipe.task](recipe, json.loads((saved.path / "assets.json").read_text()))
 
 
-def _weights(saved: Saved, task: CausalLM) -> dict[str, torch.Tensor]:
+def _weights(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = task.build_model()
     model.to_empty(device="cpu")
@@ -94,6 +104,32 @@ def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
         return files, keys
     found, ids = huggingface.tokenizer_of(original)
     return files | found, keys | ids
+
+
+def _processor(task: SpeechSeq2Seq) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """All that transformers' WhisperProcessor and `generate` need, from the checkpoint alone, and
+    the ids that config.json gives."""
+    data, found = task.recipe.data, task.generation
+    generation = task.tokens.generation_config(
+        found.suppress, found.suppress_first, data.language, data.speech_task
+    )
+    if found.keys:  # the pretrained model's own, but for what it was taught to hear
+        told = {k: generation[k] for k in ("language", "task") if k in generation}
+        generation = found.keys | told
+    documents: dict[str, Any] = {
+        "generation_config.json": generation,
+        "preprocessor_config.json": preprocessor_config(task.config.mels),
+    }
+    if task.spelling is not None:
+        documents["normalizer.json"] = task.spelling
+    files = {name: json.dumps(d, indent=2).encode() for name, d in documents.items()}
+    keys = {
+        "bos_token_id": task.tokens.end,
+        "eos_token_id": task.tokens.end,
+        "pad_token_id": task.tokens.end,
+        "decoder_start_token_id": task.tokens.start,
+    }
+    return task.tokens.files() | files, keys
 
 
 def _original(recipe: Recipe) -> Path | None:

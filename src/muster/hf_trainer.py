@@ -191,9 +191,9 @@ class Notebook(TrainerCallback):
 def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[str, Any]:
     """What `muster.worker.run_rank` does, with the Trainer in the loop's place."""
     sizes = _sizes(recipe, place.world)
+    task = cast(CausalLM, worker.look(recipe, place.world))
     mesh, run = worker.meet(recipe, place, run)
-    opened, found = worker.open_data(recipe, mesh)
-    task, source = cast(CausalLM, opened), cast(PackedSource, found)
+    source = cast(PackedSource, worker.open_source(task, recipe, mesh))
     job = _job(recipe, task, source, mesh, run, sizes)
     trainer = _trainer(job, source, sizes, run.path / "trainer")
     trainer.train()
@@ -203,14 +203,13 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         cast(PreTrainedModel, trainer.model).save_pretrained(folder)
     mesh.barrier()
     materialise(job.engine.parts[0], FolderWeights(folder, task.config), mesh.device)
-    split, scores, _ = worker.final_scores(job) if done == job.steps else ("", {}, [])
+    final = worker.final_scores(job) if done == job.steps else None
     results: dict[str, Any] = {}
     if mesh.first:
-        if scores:
-            job.observer.evaluation(done, split, scores)
-        results = records.results_page(job, run, done)
+        if final:
+            job.observer.evaluation(done, final.split, final.scores)
+        results = records.results_page(job, run, done) | records.scores_part(final)
         results |= {"balance": None, "checkpoint": str(folder)}
-        results |= {"scored": split, "scores": scores, "worst": []}
         write_json(run.path / "training_results.json", results)
         run.update(state=results["status"], ended=time.time(), exit_code=0)
     job.observer.close()

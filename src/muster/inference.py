@@ -1,4 +1,4 @@
-"""Using a checkpoint in one process: scoring a split, transcribing files or a live pipe."""
+"""Using a checkpoint in one process: loading it, scoring a split, transcribing a live pipe."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from muster.data import audio
 from muster.data.corpus import Split
 from muster.data.features import StreamingLogMel
-from muster.data.speech import SpeechSample
-from muster.errors import MusterError
+from muster.data.whisper_text import PER_SECOND
+from muster.errors import MusterError, RecipeError
+from muster.models import whisper_folder
 from muster.parallel.layout import Layout
+from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.tasks.speech_ctc import SpeechCTC
+from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from muster.train.checkpoint import Saved, load_model, open_checkpoint
 from muster.train.evaluate import Alone, Evaluation, evaluate
 
 CHUNK_S = 0.1
 BATCH = 16
+WINDOW_S = 30.0  # as long as Whisper's
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,35 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Recogniser(Trained):
-    """One that turns audio into text."""
+class Recogniser:
+    """A model that turns audio into text."""
 
-    task: SpeechCTC
+    task: SpeechCTC | SpeechSeq2Seq
+    model: nn.Module
+    device: torch.device
+    longest: float = WINDOW_S  # seconds that it hears at a time
+    timed: bool = False  # it also writes down when things are said
+
+    @property
+    def rate(self) -> int:
+        return self.task.recipe.data.sample_rate
 
 
-def load_trained(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Trained:
+def load_trained(
+    checkpoint: Path,
+    evaluation: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
+) -> Trained:
     """From a run directory (its newest complete checkpoint) or one `step-<n>` folder.
 
-    `evaluation` replaces keys of the recipe's section of that name.
+    `evaluation` and `data` replace keys of the recipe's sections of those names.
     """
     if not checkpoint.exists():
         raise MusterError(f"no checkpoint at {checkpoint}")
     saved = open_checkpoint(checkpoint)
     document = json.loads((saved.path / "recipe.json").read_text())
     document["evaluation"] |= evaluation or {}
+    document["data"] |= data or {}
     try:
         recipe = Recipe.model_validate(document)
     except ValueError as error:
@@ -73,44 +89,76 @@ def load_trained(checkpoint: Path, evaluation: dict[str, object] | None = None) 
     return Trained(task, model.to(device).eval(), device, saved, recipe)
 
 
-def load_recogniser(checkpoint: Path, evaluation: dict[str, object] | None = None) -> Recogniser:
-    found = load_trained(checkpoint, evaluation)
-    if not isinstance(found.task, SpeechCTC):
-        raise MusterError(
-            f"{found.saved.path} is of task {found.recipe.task}; transcribing needs speech-ctc"
-        )
-    return Recogniser(found.task, found.model, found.device, found.saved, found.recipe)
+def load_recogniser(
+    checkpoint: Path,
+    evaluation: dict[str, object] | None = None,
+    *,
+    language: str | None = None,
+    timestamps: bool | None = None,
+) -> Recogniser:
+    """From a speech task's checkpoint or a Hugging Face folder of Whisper's.
 
-
-@torch.no_grad()
-def transcribe(recogniser: Recogniser, files: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Each file's text, in the order given; batched by length inside."""
-    task, rate = recogniser.task, recogniser.task.recipe.data.sample_rate
-    clips = []
-    for path in files:
-        if not path.is_file():
-            raise MusterError(f"{path}: no such file")
-        try:
-            clips.append(audio.decode(path, rate))
-        except MusterError as error:
-            raise MusterError(f"{path}: {error}") from None
-        if not len(clips[-1]):
-            raise MusterError(f"{path}: the clip has zero length")
-    order = sorted(range(len(files)), key=lambda i: len(clips[i]))
-    texts: dict[int, str] = {}
-    for start in range(0, len(order), BATCH):
-        part = order[start : start + BATCH]
-        batch = task.collate([SpeechSample(i, clips[i], "") for i in part], None)
-        batch = task.prepare(batch.to(recogniser.device))
-        texts.update(
-            zip(
-                part,
-                task.decode(*recogniser.model(batch["features"], batch["frames"])),
-                strict=True,
+    `language` replaces data.language. `timestamps`: whether Whisper is asked for times; by default
+    where it learned to tell them, as OpenAI's models did.
+    """
+    if is_folder(checkpoint):
+        return load_folder(checkpoint, evaluation, language=language, timestamps=timestamps)
+    found = load_trained(checkpoint, evaluation, {"language": language} if language else {})
+    task, where = found.task, found.saved.path
+    if isinstance(task, SpeechCTC):
+        if timestamps:
+            raise MusterError(
+                f"{where} is of task speech-ctc, which tells no times; leave them out"
             )
+        return Recogniser(task, found.model, found.device)
+    if not isinstance(task, SpeechSeq2Seq):
+        raise MusterError(
+            f"{where} is of task {found.recipe.task}; transcribing needs speech-ctc or speech-seq2seq"
         )
-    for i, path in enumerate(files):
-        yield path, texts[i]
+    timed = found.recipe.data.timestamps if timestamps is None else timestamps
+    # Without times it hears no more than it was trained on: the last bucket is the encoder's all.
+    longest = WINDOW_S if timed else task.buckets[-2:][0]
+    longest = min(longest, float(task.windows(np.array([longest]), training=False)[0]))
+    return Recogniser(task, found.model, found.device, longest, timed)
+
+
+def is_folder(checkpoint: Path) -> bool:
+    """Whether this is a Hugging Face folder, and no run of muster's."""
+    return (checkpoint / "config.json").is_file()
+
+
+def load_folder(
+    folder: Path,
+    evaluation: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
+    *,
+    language: str | None = None,
+    timestamps: bool | None = None,
+) -> Recogniser:
+    """A pretrained Whisper as it is."""
+    try:
+        positions = whisper_folder.read_config(folder).source_positions
+        window = min(WINDOW_S, positions / PER_SECOND)
+        recipe = Recipe.model_validate(
+            {
+                "task": "speech-seq2seq",
+                "model": {"pretrained": str(folder)},
+                "data": {"language": language, "window": window, **(data or {})},
+                "training": {"steps": 1},
+                "evaluation": evaluation or {},
+            }
+        )
+        task = SpeechSeq2Seq(recipe)
+        weights = task.weights()
+    except RecipeError as error:
+        words = str(error).removeprefix("model.pretrained: ")
+        raise MusterError(words.replace("data.language", "--language")) from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        model = task.build_model()
+    materialise(model, weights, device)
+    timed = bool(task.tokens.languages) if timestamps is None else timestamps
+    return Recogniser(task, model.eval(), device, window, timed)
 
 
 @torch.no_grad()
@@ -121,6 +169,11 @@ def stream(recogniser: Recogniser, pipe: BinaryIO) -> Iterator[str]:
     recurrent state frame by frame, and greedy CTC needs only the last symbol.
     """
     task, model = recogniser.task, recogniser.model
+    if not isinstance(task, SpeechCTC):
+        raise MusterError(
+            "Whisper hears whole windows, so it cannot transcribe a stream; train a causal preset of "
+            "speech-ctc (muster train speech-streaming)"
+        )
     preset = task.recipe.model.preset
     if not getattr(getattr(model, "config", None), "causal", False):
         raise MusterError(
@@ -156,13 +209,13 @@ def stream(recogniser: Recogniser, pipe: BinaryIO) -> Iterator[str]:
             text = now
 
 
-def score(trained: Trained, split: Split | None = None) -> Evaluation:
-    """The score of a split of the checkpoint's own data, in this one process.
+def score(trained: Trained | Recogniser, split: Split | None = None) -> Evaluation:
+    """The score of a split of the recipe's data, in this one process.
 
     By default the test data, else validation.
     """
-    mesh = Mesh(0, 0, Layout(), trained.device, None)
-    asked = trained.recipe.evaluation.batch_size
+    mesh, recipe = Mesh(0, 0, Layout(), trained.device, None), trained.task.recipe
+    asked = recipe.evaluation.batch_size
     splits: tuple[Split, ...] = (split,) if split else ("test", "validation")
     for wanted in splits:
         result = evaluate(
@@ -176,6 +229,6 @@ def score(trained: Trained, split: Split | None = None) -> Evaluation:
         if result is not None:
             return result
     cure = "name some as data.test or data.validation in the recipe"
-    if trained.recipe.task == "speech-ctc":
-        cure = f"`muster data make FOLDER {trained.recipe.data.train} --split {splits[0]}` adds one"
-    raise MusterError(f"{trained.recipe.data.train} has no {' or '.join(splits)} split; {cure}")
+    if recipe.task.startswith("speech-"):
+        cure = f"`muster data make FOLDER {recipe.data.train} --split {splits[0]}` adds one"
+    raise MusterError(f"{recipe.data.train} has no {' or '.join(splits)} split; {cure}")

@@ -16,6 +16,7 @@ from muster.observe.results import read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.plan.batch import BatchSizes
+from muster.train.evaluate import Evaluation
 from muster.train.loop import Job
 
 
@@ -86,9 +87,21 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "global_batch_size": planned["global_batch_size"],
         **metrics,
         "balance": job.observer.balance.summary(),
+        "left_out": dict(getattr(job.loader.source, "left_out", {})),
+        "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
         "measured": {**metrics["measured"], **_saves(run)},
         "checkpoint": str(job.checkpoints.root / f"step-{done}"),
+    }
+
+
+def scores_part(final: Evaluation | None) -> dict[str, Any]:
+    """The scores' part of that page."""
+    return {
+        "scored": final.split if final else "",
+        "scores": final.scores if final else {},
+        "not_scored": final.left_out if final else {},
+        "worst": [vars(example) for example in final.worst] if final else [],
     }
 
 

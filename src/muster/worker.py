@@ -22,6 +22,7 @@ from muster.data.batches import BatchPlan
 from muster.data.corpus import Split
 from muster.data.loader import Loader, Source
 from muster.errors import DataError, MusterError, RecipeError
+from muster.hardware import environment, inventory
 from muster.launch import cluster
 from muster.launch.cluster import Place
 from muster.observe.logs import log_to_file
@@ -43,13 +44,12 @@ from muster.train.checkpoint import (
     Checkpoints,
     Saved,
     open_checkpoint,
-    refuse_other_data,
-    refuse_other_recipe,
 )
-from muster.train.evaluate import evaluate
+from muster.train.evaluate import Evaluation, evaluate
 from muster.train.loop import Job, agree_on_buffers, train
 from muster.train.optimizer import make_optimizer
 from muster.train.precision import LossScale, autocast, resolve_precision
+from muster.train.same_maths import refuse_other_data, refuse_other_recipe
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
 
     Rank 0 gets the results, the others an empty dictionary.
     """
+    task = look(recipe, place.world)
     mesh, run = meet(recipe, place, run)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
@@ -66,19 +67,14 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         place.world,
         place.local_rank,
     )
-    job = prepare(recipe, mesh, run)
+    job = prepare(recipe, mesh, run, task)
     done = train(job)
-    split, scores, worst = final_scores(job) if done == job.steps else ("", {}, [])
+    final = final_scores(job) if done == job.steps else None
     results = {}
     if mesh.first:
-        if scores:
-            job.observer.evaluation(done, split, scores)
-        results = records.results_page(job, run, done)
-        results |= {
-            "scored": split,
-            "scores": scores,
-            "worst": [vars(example) for example in worst],
-        }
+        if final:
+            job.observer.evaluation(done, final.split, final.scores)
+        results = records.results_page(job, run, done) | records.scores_part(final)
         write_json(run.path / "training_results.json", results)
         run.update(state=results["status"], ended=time.time(), exit_code=0)
     job.observer.close()
@@ -96,15 +92,24 @@ def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs
     return mesh, runs.Run(Path(path[0]))
 
 
-def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
+def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
     """Everything built, the newest checkpoint loaded, ready for the first step."""
     precision = resolve_precision(recipe.training.precision, mesh.device)
-    layout_for(recipe.distributed, mesh.world)  # refused before any data is read
-    task, source = open_data(recipe, mesh)
+    task = task or look(recipe, mesh.world)
+    source = open_source(task, recipe, mesh)
     mesh = mesh.arranged(choose_layout(recipe, task, mesh))
     sizes = solve(recipe.training, mesh.layout.data_ranks)
-    plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
+    plan = BatchPlan(
+        source.lengths,
+        sizes.global_batch,
+        recipe.seed,
+        recipe.data.pool_batches,
+        groups=source.groups,
+        windows=task.windows(source.lengths, training=True),
+    )
+    source.reserve(plan.reach)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
+    workers = recipe.data.workers
     loader = Loader(
         source,
         plan,
@@ -112,7 +117,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run) -> Job:
         rank=mesh.data_rank,
         ranks=mesh.layout.data_ranks,
         accumulation=sizes.accumulation * _flow(recipe, mesh.layout, sizes),
-        workers=_data_workers(recipe, mesh),
+        workers=environment.data_workers(inventory.detect()) if workers == "auto" else workers,
         prefetch=recipe.data.prefetch,
         pin=mesh.device.type == "cuda",
     )
@@ -178,7 +183,11 @@ def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
     """What tells this data from other data, the same on all ranks or refused."""
     lengths = hashlib.sha256(source.lengths.tobytes())
     lengths.update(getattr(source, "fingerprint", lambda: b"")())
-    mine = {"samples": len(source), "lengths": lengths.hexdigest()}
+    mine = {
+        "samples": len(source),
+        "lengths": lengths.hexdigest(),
+        "shuffle": "full" if source.groups is None else "groups",
+    }
     for rank, theirs in enumerate(mesh.gather(mine)):
         if theirs != mine:
             raise DataError(
@@ -197,22 +206,19 @@ def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=found)})
 
 
-def open_data(recipe: Recipe, mesh: Mesh) -> tuple[Task, Source]:
-    """Rank 0 of each machine looks first and leaves the index of durations for the others."""
-    task: Task | None = None
-    if mesh.local_rank == 0:
-        task = _look(recipe)
-    mesh.barrier()
-    task = task or _look(recipe)
+def open_source(task: Task, recipe: Recipe, mesh: Mesh) -> Source:
     source = task.source("train")
     if source is None:
         raise DataError(f"data.train: {recipe.data.train} has no training data")
     if mesh.device.type == "cpu":  # decoding beside a CPU that computes slows both down
         source.preload(torch.get_num_threads())
-    return task, source
+    return source
 
 
-def _look(recipe: Recipe) -> Task:
+def look(recipe: Recipe, world: int) -> Task:
+    """The task, its data indexed. Ranks look before they meet: an index of durations or a stream of
+    tokens is made once per machine, under a lock, and may take longer than a rank waits for others."""
+    layout_for(recipe.distributed, world)  # refused before any data is read
     task = build_task(recipe)
     for split in ("train", "validation", "test"):
         task.source(split)
@@ -235,17 +241,6 @@ def _flow(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> int:
     return pieces
 
 
-def _data_workers(recipe: Recipe, mesh: Mesh) -> int:
-    if recipe.data.workers != "auto":
-        return recipe.data.workers
-    cores = len(os.sched_getaffinity(0))
-    return (
-        min(8, max(1, cores // max(1, torch.cuda.device_count()) - 1))
-        if mesh.device.type == "cuda"
-        else 1
-    )
-
-
 def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None, list[str]]:
     """This run's own newest checkpoint; in a new run, the one the recipe names, if any."""
     asked = recipe.checkpoint.resume
@@ -260,10 +255,10 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     return saved, passed_over
 
 
-def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
+def final_scores(job: Job) -> Evaluation | None:
     """The test data if there is any, else validation. Every rank takes its share."""
     if not job.recipe.evaluation.final:
-        return "", {}, []
+        return None
     splits: tuple[Split, ...] = ("test", "validation")
     agree_on_buffers(job)
     for split in splits:
@@ -276,8 +271,8 @@ def final_scores(job: Job) -> tuple[str, dict[str, float], list[Any]]:
             lambda: autocast(job.precision, job.mesh.device),
         )
         if result is not None:
-            return split, result.scores, result.worst
-    return "", {}, []
+            return result
+    return None
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:

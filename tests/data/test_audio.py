@@ -1,11 +1,19 @@
 """Bytes or files to mono samples at the wanted rate, against scipy and against the formula."""
 
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+import soundfile
 from clips import encode, tone
 from scipy.signal import resample_poly
 
-from muster.data.audio import decode, resample, seconds
+from muster.data import audio
+from muster.data.audio import Waveform, decode, header, read, resample, seconds
 from muster.errors import DataError
 
 RATES = [8000, 22050, 44100, 48000]
@@ -85,11 +93,148 @@ def test_the_same_rate_leaves_samples_as_they_are():
     ids=["empty", "words", "wav header only", "flac header only"],
 )
 def test_what_is_no_audio_is_refused_in_words(garbage):
-    for read in (seconds, lambda clip: decode(clip, 16000)):
+    for look in (seconds, lambda clip: decode(clip, 16000)):
         with pytest.raises(DataError, match="not readable as audio"):
-            read(garbage)
+            look(garbage)
 
 
 def test_a_file_that_is_not_there_is_refused_in_words(tmp_path):
     with pytest.raises(DataError, match="not readable as audio"):
         decode(tmp_path / "gone.wav", 16000)
+
+
+def damaged(data: bytes) -> list[bytes]:
+    """The whole, and pieces of it cut off in the header, just behind it and in the middle."""
+    ends = [len(data), *range(0, 60, 4), 43, 45, len(data) // 2, len(data) - 1]
+    return [data[:end] for end in ends]
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+@pytest.mark.parametrize(
+    ("container", "subtype"),
+    [
+        *(("WAV", kind) for kind in ("PCM_U8", "PCM_16", "PCM_24", "FLOAT", "ULAW", "IMA_ADPCM")),
+        ("WAVEX", "PCM_16"),
+        ("FLAC", "PCM_16"),
+        ("FLAC", "PCM_24"),
+        ("OGG", "VORBIS"),
+        ("OGG", "OPUS"),
+        ("MP3", "MPEG_LAYER_III"),
+    ],
+)
+def test_headers_say_what_libsndfile_says_of_them(container, subtype, channels):
+    noise = np.random.default_rng(0).standard_normal((4000, channels)) * 0.1
+    file = io.BytesIO()
+    soundfile.write(file, noise, 48000, format=container, subtype=subtype)
+    for data in damaged(file.getvalue()):
+        try:
+            info = soundfile.info(io.BytesIO(data))
+        except soundfile.LibsndfileError:
+            with pytest.raises(DataError, match="not readable as audio"):
+                header(data)
+        else:
+            found = header(memoryview(data))
+            said = (found.rate, found.channels, found.frames)
+            assert said == (info.samplerate, info.channels, info.frames)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "int16", "int32"])
+def test_plain_samples_are_scaled_and_resampled(kind):
+    whole = tone(0.5, 300, 8000)
+    if kind.startswith("int"):
+        whole = whole * np.iinfo(kind).max
+    clip = Waveform(whole.astype(kind), 8000)
+    assert seconds(clip) == 0.5
+    assert np.abs(decode(clip, 16000) - tone(0.5, 300))[100:-100].max() < 1e-3
+    assert np.abs(decode(clip, 8000) - tone(0.5, 300, 8000)).max() < 1e-4
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 44100])
+def test_only_the_first_seconds_are_decoded_where_there_is_a_limit(rate):
+    for clip in (encode(tone(1.0, 300, rate), rate), Waveform(tone(1.0, 300, rate), rate)):
+        first = decode(clip, 16000, limit=0.25)
+        assert len(first) == 4000
+        assert np.abs(first - decode(clip, 16000)[:4000])[:3900].max() < 1e-5
+        assert len(decode(clip, 16000, limit=5.0)) == 16000
+
+
+def test_samples_that_are_no_numbers_are_refused():
+    broken = tone(0.1)
+    broken[7] = np.nan
+    file = io.BytesIO()
+    soundfile.write(file, broken, 16000, format="WAV", subtype="FLOAT")
+    for clip in (Waveform(broken, 16000), file.getvalue()):
+        with pytest.raises(DataError, match="not finite numbers"):
+            decode(clip, 16000)
+
+
+def test_no_descriptor_stays_open():
+    clips = [encode(tone(0.1)), b"garbage", encode(tone(0.1), container="OGG"), b""]
+    before = len(os.listdir("/proc/self/fd"))
+    for clip in clips * 5:
+        with contextlib.suppress(DataError):
+            decode(clip, 16000)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+ODD_RATES = [11127, 15999, 44099, 192001]
+
+
+@pytest.mark.parametrize("rate", ODD_RATES)
+@pytest.mark.parametrize("hertz", [50.0, 3000.0])
+def test_odd_rates_give_the_sine_of_the_formula(rate, hertz):
+    resampled = resample(tone(1.0, hertz, rate).astype(np.float32), rate, 16000)
+    assert resampled.dtype == np.float32
+    assert len(resampled) == 16000
+    assert np.abs(resampled - tone(1.0, hertz))[200:-200].max() < 1e-3
+    for count in (0, 1, 2, 12345):
+        assert len(resample(np.zeros(count, np.float32), rate, 16000)) == -(-count * 16000 // rate)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_odd_rates_are_filtered_as_ordinary_ones_are(rate, monkeypatch):
+    noise = np.random.default_rng(0).standard_normal(rate).astype(np.float32)
+    expected = resample(noise, rate, 16000)
+    monkeypatch.setattr(audio, "LARGEST_KERNEL", 1 << 16)
+    monkeypatch.setattr(audio, "_sinc_kernel", None)
+    divisor = np.gcd(rate, 16000)
+    found = audio._resample_odd(noise, 16000 // divisor, rate // divisor, len(expected))
+    assert np.abs(found - expected).max() < 1e-4
+
+
+MEMORY = """
+import resource
+import numpy as np
+import torch
+from muster.data.audio import resample
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for rate in (11127, 44099, 192001):
+    resample(np.zeros(2 * rate, np.float32), rate, 16000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_odd_rates_take_little_memory():
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 150_000, "kB; all phases of 44,099 Hz would be 5 GB"
+
+
+@pytest.mark.parametrize("rate", [8000, 11127, 16000, 22050, 44100])
+@pytest.mark.parametrize("container", ["WAV", "FLAC"])
+def test_a_clip_holds_what_its_header_promises_and_no_more(rate, container):
+    clip = encode(tone(0.5003, 300, rate), rate, container)
+    assert len(read(clip, 16000, seconds(clip))) == pytest.approx(8005, abs=1.01)
+    for promised in (seconds(clip) - 0.001, seconds(clip) + 0.1):
+        with pytest.raises(DataError, match=r"promises 0\.\d+ s, the clip holds 0\.50 s"):
+            read(clip, 16000, promised)
+    assert len(read(clip, 16000, seconds(clip), limit=0.25)) == 4000
+
+
+@pytest.mark.parametrize("container", ["MP3", "OGG"])
+def test_lossy_clips_hold_what_their_headers_promise(container):
+    for span in (0.1, 0.5003, 1.7):
+        for rate in (16000, 44100):
+            clip = encode(tone(span, 300, rate), rate, container)
+            assert len(read(clip, 16000, seconds(clip))) > 0

@@ -1,9 +1,14 @@
 """The same global batches on any layout, dealt so that every rank has the same work."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
-from muster.data.batches import BatchPlan, cut, eval_shard, keyed_generator
+from muster.data import batches as batches_module
+from muster.data.audio_files import RowGroups
+from muster.data.batches import CARRIED, BatchPlan, cut, eval_shards, keyed_generator
 from muster.errors import RecipeError
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -152,20 +157,53 @@ def test_a_batch_smaller_than_the_ranks_names_the_key_and_the_least():
 
 @pytest.mark.parametrize("samples", [1, 5, 23, 64])
 @pytest.mark.parametrize("world", [1, 3, 8, 70])
-def test_evaluation_covers_each_sample_on_exactly_one_rank(world, samples):
+@pytest.mark.parametrize("kind", ["lengths", "windows", "groups"])
+def test_evaluation_covers_each_sample_on_exactly_one_rank(world, samples, kind):
     lengths = speech_lengths(samples)
-    shards = [eval_shard(lengths, rank, world, batch_size=4) for rank in range(world)]
+    windows = None if kind == "lengths" else np.ceil(lengths)
+    groups = np.arange(samples) // 7 if kind == "groups" else None
+    shards = eval_shards(lengths, windows, world, 4, groups)
+    assert len(shards) == world
     seen = [i for shard in shards for batch in shard for i in batch]
     assert sorted(seen) == list(range(samples))
     assert all(1 <= len(batch) <= 4 for shard in shards for batch in shard)
+    if windows is not None:
+        assert all(len(set(windows[batch])) == 1 for shard in shards for batch in shard)
     sizes = [sum(map(len, shard)) for shard in shards]
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_evaluation_batches_hold_clips_of_like_length():
+@pytest.mark.parametrize("groups", [None, np.arange(400) % 7])
+def test_evaluation_without_windows_goes_by_length_alone(groups):
     lengths = speech_lengths(400)
-    for batch in eval_shard(lengths, 1, 4, batch_size=10):
-        assert lengths[batch].tolist() == sorted(lengths[batch])
+    order = np.argsort(lengths, kind="stable")
+    for rank, shard in enumerate(eval_shards(lengths, None, 4, 10, groups)):
+        assert [i for batch in shard for i in batch] == order[rank::4].tolist()
+        assert [len(batch) for batch in shard] == [10] * 10
+
+
+def reads_to_score(lengths, windows, world, groups, order_by) -> tuple[int, int]:
+    """Row groups read by all ranks together and by the busiest, where each keeps two."""
+    counts = []
+    for shard in eval_shards(lengths, windows, world, 8, order_by):
+        kept = RowGroups(lambda key: np.zeros(1, np.int8), budget=2)
+        for batch in shard:
+            for i in batch:
+                kept.get((0, int(groups[i])))
+        counts.append(sum(kept.reads.values()))
+    return sum(counts), max(counts)
+
+
+def test_evaluation_reads_a_row_group_once_in_each_window():
+    lengths, groups = speech_lengths(3000), row_groups(3000, size=100)
+    windows = np.ceil(lengths / 5) * 5
+    touched = sum(len(set(groups[windows == w])) for w in set(windows))
+    for world in (1, 4):
+        total, most = reads_to_score(lengths, windows, world, groups, groups)
+        assert total <= touched + (world - 1) * len(set(windows))
+        assert most < 1.2 * touched / world + len(set(windows))
+        by_length, _ = reads_to_score(lengths, windows, world, groups, None)
+        assert by_length > 2500
 
 
 def test_random_numbers_depend_on_the_whole_key():
@@ -173,3 +211,149 @@ def test_random_numbers_depend_on_the_whole_key():
     drawn = [tuple(keyed_generator(*key).integers(0, 1 << 30, 4)) for key in keys]
     assert len(set(drawn)) == 4
     assert drawn[0] == tuple(keyed_generator(1, 2, 3).integers(0, 1 << 30, 4))
+
+
+def row_groups(count: int, size: int = 40, seed: int = 3) -> np.ndarray:
+    """The row group of each sample; sizes differ, numbers have gaps, as where clips are left out."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 2 * size, 2 * count // size + 1)
+    return 3 * np.repeat(np.arange(len(sizes)), sizes)[:count]
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_through_row_groups_every_sample_comes_at_most_once_an_epoch(windows):
+    lengths, groups = speech_lengths(1003), row_groups(1003)
+    rounded = np.ceil(lengths) if windows else None
+    plan = BatchPlan(lengths, 16, 1, pool_batches=4, groups=groups, windows=rounded)
+    again = BatchPlan(lengths, 16, 1, pool_batches=4, groups=groups, windows=rounded)
+    epochs = []
+    for epoch in range(3):
+        used = np.concatenate([plan.batch(62 * epoch + step) for step in range(62)])
+        assert len(used) == len(set(used.tolist())) == 992
+        epochs.append(used.tolist())
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert again.batch(62 + 7).tolist() == plan.batch(62 + 7).tolist() == epochs[1][112:128]
+    left_out = [frozenset(range(1003)) - set(used) for used in epochs]
+    assert len(set(left_out)) == 3
+
+
+def test_an_epoch_is_in_few_row_groups_at_a_time():
+    lengths, groups = speech_lengths(8000), row_groups(8000)
+    plan = BatchPlan(lengths, 16, 0, pool_batches=4, groups=groups)
+    batches = [set(groups[plan.batch(step)].tolist()) for step in range(plan.steps_per_epoch)]
+    first, last = {}, {}
+    for step, used in enumerate(batches):
+        for group in used:
+            first.setdefault(group, step)
+            last[group] = step
+    open_at = [sum(first[g] <= step <= last[g] for g in first) for step in range(len(batches))]
+    # A stretch has at least 64 samples, at most one group of up to 79 more; and a remainder.
+    assert max(last[g] - first[g] for g in first) <= 2 * (64 + 79) / 16
+    assert np.mean(open_at) < 10
+    assert len(first) > 190
+
+
+def test_without_row_groups_an_epoch_is_everywhere_at_once():
+    groups = row_groups(8000)
+    plan = BatchPlan(speech_lengths(8000), 16, 0, pool_batches=4)
+    early = {g for step in range(50) for g in groups[plan.batch(step)].tolist()}
+    assert len(early) > 150, "of about 200, in a tenth of the epoch"
+
+
+def test_row_groups_come_in_another_order_each_epoch_and_samples_within_a_stretch_too():
+    groups = np.repeat(np.arange(20), 50)
+    plan = BatchPlan(np.ones(1000), 50, 0, pool_batches=2, groups=groups)
+    orders = []
+    for epoch in range(2):
+        stretches = [
+            np.concatenate([plan.batch(20 * epoch + 2 * s), plan.batch(20 * epoch + 2 * s + 1)])
+            for s in range(10)
+        ]
+        assert all(len(set(groups[s].tolist())) == 2 for s in stretches)
+        assert all(len(set(groups[s[:50]].tolist())) == 2 for s in stretches), "mixed in a batch"
+        orders.append([tuple(sorted(set(groups[s].tolist()))) for s in stretches])
+    assert orders[0] != orders[1]
+    assert set(orders[0]) != set(orders[1]), "neighbours change"
+
+
+def test_row_groups_still_batch_like_lengths():
+    lengths = speech_lengths(8000)
+    plan = BatchPlan(lengths, 16, 0, pool_batches=16, groups=row_groups(8000))
+    within = np.mean([lengths[plan.batch(step)].std() for step in range(plan.steps_per_epoch)])
+    assert within < 0.35 * lengths.std()
+
+
+def test_batches_hold_one_window_and_in_it_any_clip():
+    lengths = speech_lengths(8000)
+    windows = np.ceil(lengths / 2) * 2
+    plan = BatchPlan(lengths, 16, 0, windows=windows)
+    batches = [plan.batch(step) for step in range(plan.steps_per_epoch)]
+    mixed = sum(len(set(windows[ids])) > 1 for ids in batches)
+    assert mixed <= len(set(windows)) - 1, "only where one window ends and the next begins"
+    whole = [ids for ids in batches if set(windows[ids]) == {6.0}]
+    assert np.mean([lengths[ids].std() for ids in whole]) > 0.9 * lengths[windows == 6.0].std()
+    sequence = [windows[ids].max() for ids in batches]
+    assert sequence != sorted(sequence)
+
+
+@pytest.mark.parametrize("size", [10, 40, 400])
+def test_clips_wait_for_others_of_their_window_a_few_pools_at_most(size):
+    lengths, groups = speech_lengths(8000), row_groups(8000, size)
+    windows = np.ceil(lengths / 2) * 2
+    plan = BatchPlan(lengths, 16, 0, pool_batches=4, groups=groups, windows=windows)
+    batches = [plan.batch(step) for step in range(plan.steps_per_epoch)]
+    alone = BatchPlan(lengths, 16, 0, pool_batches=4, groups=groups)
+    by_length = [alone.batch(step) for step in range(alone.steps_per_epoch)]
+
+    def span(batches):
+        """Samples that come between the first and the last of one row group, at most."""
+        first, last = {}, {}
+        for step, ids in enumerate(batches):
+            for group in groups[ids].tolist():
+                first.setdefault(group, step)
+                last[group] = step
+        return 16 * max(last[g] - first[g] for g in first)
+
+    waiting = 15 * len(set(windows))
+    assert span(batches) <= CARRIED * 64 + 2 * (64 + 2 * size) + waiting
+    assert span(by_length) <= 2 * (64 + 2 * size)
+    mixed = np.mean([len(set(windows[ids])) > 1 for ids in batches])
+    assert mixed < 0.15
+    assert plan.reach == 64 * (2 + CARRIED) // 2
+    assert alone.reach == 64
+
+
+@pytest.mark.parametrize("size", [10, 40, 400])
+def test_with_room_for_its_reach_a_plan_reads_each_row_group_once(size):
+    lengths, groups = speech_lengths(8000), row_groups(8000, size)
+    windows = np.ceil(lengths / 2) * 2
+    plan = BatchPlan(lengths, 16, 0, pool_batches=4, groups=groups, windows=windows)
+    rows = np.bincount(groups)
+    kept = RowGroups(lambda key: np.zeros(rows[key[1]], np.int8), 2 * (plan.reach + rows.max()))
+    for step in range(plan.steps_per_epoch):
+        for group in groups[plan.batch(step)].tolist():
+            kept.get((0, group))
+    assert sum(kept.reads.values()) <= 1.02 * len(set(groups.tolist()))
+
+
+def test_row_groups_come_in_no_order_of_their_windows():
+    lengths, groups = speech_lengths(8000), row_groups(8000)
+    windows = np.ceil(lengths / 2) * 2
+    plan = BatchPlan(lengths, 16, 0, pool_batches=16, groups=groups, windows=windows)
+    longest = [windows[plan.batch(step)].max() for step in range(400)]
+    assert 0.3 < np.mean(np.diff(longest) > 0) / np.mean(np.diff(longest) != 0) < 0.7
+
+
+def test_threads_at_the_border_of_an_epoch_plan_it_once(monkeypatch):
+    plan, planned, real = BatchPlan(np.ones(64), 8, seed=0), [], keyed_generator
+
+    def slow(*key):
+        planned.append(key)
+        time.sleep(0.05)
+        return real(*key)
+
+    monkeypatch.setattr(batches_module, "keyed_generator", slow)
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(plan.batch, [8, 9, 10, 11, 12, 13]))
+    assert planned == [(0, 1)]
+    assert len({i for ids in found for i in ids.tolist()}) == 48

@@ -118,14 +118,16 @@ def test_an_unknown_embedded_corpus_names_the_nearest():
 
 def test_an_empty_folder_says_how_to_fill_it(folder):
     spec = folder("readme.txt")
-    with pytest.raises(DataError, match=r"data\.test: no \.parquet file in the folder .*data make"):
+    with pytest.raises(
+        DataError, match=r"data\.test: no \.parquet or metadata\.csv .* in the folder .*data make"
+    ):
         corpus.files(spec, "data.test", "test")
 
 
 def test_what_does_not_exist_names_the_key(tmp_path):
     with pytest.raises(DataError, match=r"data\.train: .*/gone does not exist"):
         corpus.files(f"{tmp_path}/gone", "data.train", "train")
-    with pytest.raises(DataError, match=r"data\.train: .*matches no \.parquet file"):
+    with pytest.raises(DataError, match=r"data\.train: .*matches no \.parquet or"):
         corpus.files(f"{tmp_path}/*.parquet", "data.train", "train")
 
 

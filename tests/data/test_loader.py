@@ -35,8 +35,12 @@ class Numbers:
         return index
 
 
-def collate(samples, epoch) -> Batch:
-    tensors = {"numbers": torch.tensor(samples), "epoch": torch.tensor(epoch)}
+def collate(samples, epoch, longest=0.0) -> Batch:
+    tensors = {
+        "numbers": torch.tensor(samples),
+        "epoch": torch.tensor(epoch),
+        "longest": torch.tensor(longest, dtype=torch.float64),
+    }
     return Batch(list(samples), tensors, units=len(samples), filled=1, cells=1)
 
 
@@ -50,6 +54,18 @@ def seen(batches: list[Batch]) -> list[tuple[list[int], list[int], int]]:
 
 def data_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("data")]
+
+
+def test_every_micro_batch_hears_of_the_longest_of_its_global_batch():
+    source = Numbers()
+    for step in range(5):
+        ids = make(source).plan.batch(step)
+        told = {
+            float(batch["longest"])
+            for rank in range(2)
+            for batch in make(source, rank=rank, ranks=2, accumulation=2).micro_batches(step)
+        }
+        assert told == {source.lengths[ids].max()}
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -133,6 +149,6 @@ def test_a_batch_moves_and_grows_without_changing():
     assert moved["numbers"].device.type == "meta"
     assert batch["numbers"].device.type == "cpu"
     grown = batch.adding(extra=torch.ones(1))
-    assert set(grown.tensors) == {"numbers", "epoch", "extra"}
+    assert set(grown.tensors) == {"numbers", "epoch", "longest", "extra"}
     assert "extra" not in batch.tensors
     assert grown.ids == [3, 4]

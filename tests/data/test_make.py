@@ -8,7 +8,8 @@ import pytest
 from clips import encode, tone
 
 from muster.data import corpus
-from muster.data.make import make, read_metadata
+from muster.data.audio_folder import read_metadata
+from muster.data.make import make
 from muster.data.speech import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
@@ -43,7 +44,7 @@ def test_what_was_made_can_be_trained_on(folder, tmp_path, write):
     source = SpeechSource(
         corpus.files(str(tmp_path / "out"), "data.train", "train"), SpeechLimits()
     )
-    assert source.texts == TEXTS
+    assert list(source.texts) == TEXTS
     assert source.lengths == pytest.approx([0.2, 0.3, 0.4, 0.5, 0.6])
     for i in range(5):
         assert abs(source.load(i).samples - tone(0.2 + 0.1 * i)).max() < 1e-4

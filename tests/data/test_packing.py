@@ -12,7 +12,8 @@ import pytest
 
 from lm_tokenizers import byte_level, word_level, write
 from muster.data import packing
-from muster.data.packing import PackedSource, cache_folder
+from muster.data.cache import cache_folder
+from muster.data.packing import PackedSource
 from muster.data.tokens import Bytes, HuggingFace, Tokenizer
 from muster.errors import DataError
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from clips import AUDIO, encode, tone, write_parquet
 
-from muster.data import audio, corpus, parquet
-from muster.data.parquet import AudioFiles
+from muster.data import audio, cache, corpus, parquet
+from muster.data.audio_files import AudioFiles, Row
+from muster.data.speech import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 SPANS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
@@ -20,13 +22,17 @@ SPANS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
 def measured(monkeypatch):
     """Every clip whose header is read from here on."""
     seen = []
-    seconds = audio.seconds
-    monkeypatch.setattr(audio, "seconds", lambda clip: seen.append(clip) or seconds(clip))
+    header = audio.header
+    monkeypatch.setattr(audio, "header", lambda clip: seen.append(clip) or header(clip))
     return seen
 
 
+def rows_of(path: Path, *columns: str) -> list[Row]:
+    return list(AudioFiles([path], *columns).read_rows())
+
+
 def spans(path: Path) -> list[float]:
-    return [row.seconds for row in AudioFiles([path]).rows]
+    return [row.seconds for row in rows_of(path)]
 
 
 def index_of(path: Path) -> Path:
@@ -37,24 +43,28 @@ def index_of(path: Path) -> Path:
 def test_rows_are_found_in_every_row_group(corpus_file, rows_per_group):
     path = corpus_file(rows_per_group=rows_per_group)
     files = AudioFiles([path])
-    assert [row.seconds for row in files.rows] == pytest.approx(SPANS)
-    assert [row.text for row in files.rows][2:4] == ["clip c", "clip d"]
-    assert [row.number for row in files.rows] == list(range(7))
-    for row, span in zip(files.rows, SPANS, strict=True):
+    rows = files.read_rows()
+    assert [row.seconds for row in rows] == pytest.approx(SPANS)
+    assert [row.text for row in rows[2:4]] == ["clip c", "clip d"]
+    assert [row.number for row in rows] == list(range(7))
+    assert files.groups(rows).tolist() == [i // rows_per_group for i in range(7)]
+    for row, span in zip(rows, SPANS, strict=True):
         assert audio.seconds(files.clip(row)) == pytest.approx(span)
 
 
 def test_rows_of_several_files_follow_each_other(corpus_file):
     one, two = corpus_file("train-0.parquet", 2), corpus_file("train-1.parquet", 3)
     files = AudioFiles([one, two])
-    assert [(row.file, row.number) for row in files.rows] == [
+    rows = files.read_rows()
+    assert [(row.file, row.number) for row in rows] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (1, 1),
         (1, 2),
     ]
-    assert audio.seconds(files.clip(files.rows[4])) == pytest.approx(0.4)
+    assert audio.seconds(files.clip(rows[4])) == pytest.approx(0.4)
+    assert files.groups(rows).tolist() == [0, 0, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), AUDIO])
@@ -81,7 +91,9 @@ def test_row_groups_without_rows_are_stepped_over(tmp_path):
         for clips in ([], [encode(tone(0.2))], [], [encode(tone(0.3))], []):
             writer.write_table(pa.table([clips, ["x"] * len(clips)], schema=schema))
     files = AudioFiles([tmp_path / "a.parquet"])
-    assert [audio.seconds(files.clip(row)) for row in files.rows] == pytest.approx([0.2, 0.3])
+    rows = files.read_rows()
+    assert [audio.seconds(files.clip(row)) for row in rows] == pytest.approx([0.2, 0.3])
+    assert files.groups(rows).tolist() == [1, 3]
 
 
 def test_columns_are_found_by_name_and_type_or_named_by_the_recipe(tmp_path):
@@ -96,8 +108,10 @@ def test_columns_are_found_by_name_and_type_or_named_by_the_recipe(tmp_path):
     )
     path = tmp_path / "a.parquet"
     schema = table.schema
-    assert parquet.find_columns(path, schema, None, None) == ("path", "sentence")
-    assert parquet.find_columns(path, schema, "speech", "other") == ("speech", "other")
+    assert parquet.find_columns(path, schema, None, None) == ("speech", "sentence")
+    assert parquet.find_columns(path, schema, "path", "other") == ("path", "other")
+    names = pa.schema([("file", pa.string()), ("text", pa.string())])
+    assert parquet.find_columns(path, names, None, None) == ("file", "text")
 
 
 @pytest.mark.parametrize(
@@ -139,22 +153,31 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path, broken):
 
 
 @pytest.mark.parametrize("column", [0, 1])
-def test_a_page_damaged_inside_names_file_row_group_and_column(tmp_path, column):
-    clips = [encode(tone(0.2 + 0.1 * i)) for i in range(6)]
-    path = write_parquet(tmp_path / "bad.parquet", clips, list("abcdef"), pa.binary())
+def test_a_row_group_damaged_inside_is_a_problem_of_its_rows(tmp_path, column):
+    clips = [encode(tone(0.2 + 0.1 * i)) for i in range(8)]
+    path = write_parquet(tmp_path / "bad.parquet", clips, list("abcdefgh"), pa.binary())
     chunk = pq.ParquetFile(path).metadata.row_group(1).column(column)
     begin = chunk.dictionary_page_offset or chunk.data_page_offset
     data = bytearray(path.read_bytes())
     data[begin : begin + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
     path.write_bytes(data)
-    with pytest.raises(DataError, match=r"bad\.parquet, row group 1, column (audio|text): "):
-        AudioFiles([path])
+    rows = rows_of(path)
+    assert [row.problem is None for row in rows] == [True] * 3 + [False] * 3 + [True] * 2
+    words = rf"bad\.parquet, row group 1, column {('audio', 'text')[column]}: "
+    assert all(re.search(words, row.problem) for row in rows[3:6])
+    said = list("abc") + (list("def") if column == 0 else [""] * 3) + list("gh")
+    assert [row.text for row in rows] == said
+    with pytest.raises(DataError, match=rf"3 of 8 rows cannot be read \(.*{words}"):
+        SpeechSource([path], SpeechLimits())
+    made = SpeechSource([path], SpeechLimits(max_bad_fraction=0.5))
+    assert [row.number for row in made.rows] == [0, 1, 2, 6, 7]
+    assert not any(made.load(i).broken for i in range(5))
 
 
 def test_files_without_rows_are_named(tmp_path):
     path = write_parquet(tmp_path / "none.parquet", [], [])
     with pytest.raises(DataError, match=r"no rows in .*none\.parquet"):
-        AudioFiles([path])
+        rows_of(path)
 
 
 def test_rows_that_cannot_be_read_say_why(tmp_path):
@@ -168,7 +191,7 @@ def test_rows_that_cannot_be_read_say_why(tmp_path):
         None,
     ]
     path = write_parquet(tmp_path / "a.parquet", clips, ["x"] * 7)
-    problems = [row.problem for row in AudioFiles([path]).rows]
+    problems = [row.problem for row in rows_of(path)]
     assert problems[0] is None
     assert "not readable as audio" in problems[1]
     assert problems[2] == "the audio cell is empty"
@@ -181,22 +204,22 @@ def test_rows_that_cannot_be_read_say_why(tmp_path):
 
 def test_the_index_is_written_beside_the_data_and_used_again(corpus_file, measured):
     path = corpus_file()
-    first = AudioFiles([path]).rows
+    first = rows_of(path)
     assert len(measured) == 7
     assert [p.name for p in index_of(path).parent.iterdir()] == ["train.parquet.json"]
-    assert AudioFiles([path]).rows == first
+    assert rows_of(path) == first
     assert len(measured) == 7, "the second look decodes nothing"
 
 
 def test_a_file_that_changes_is_measured_again(corpus_file, measured):
     path = corpus_file()
-    AudioFiles([path])
+    rows_of(path)
     corpus_file(count=3)
     assert spans(path) == pytest.approx(SPANS[:3])
     assert len(measured) == 10
     later = path.stat().st_mtime_ns + 1
     os.utime(path, ns=(later, later))
-    AudioFiles([path])
+    rows_of(path)
     assert len(measured) == 13
 
 
@@ -206,18 +229,18 @@ def test_another_audio_column_has_durations_of_its_own(tmp_path):
     )
     pq.write_table(table, tmp_path / "a.parquet")
     for column, expected in (("audio", 0.2), ("wav", 0.4), ("audio", 0.2)):
-        (row,) = AudioFiles([tmp_path / "a.parquet"], column).rows
+        (row,) = rows_of(tmp_path / "a.parquet", column)
         assert row.seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"of": 1}'])
 def test_a_damaged_index_is_made_again(corpus_file, damage, measured):
     path = corpus_file()
-    AudioFiles([path])
+    rows_of(path)
     index_of(path).write_text(damage)
     assert spans(path) == pytest.approx(SPANS)
     assert len(measured) == 14
-    assert json.loads(index_of(path).read_text())["clips"][0] == [0.2, None]
+    assert json.loads(index_of(path).read_text())["clips"]["seconds"][0] == 0.2
 
 
 def test_where_the_folder_takes_no_index_the_cache_does(
@@ -226,10 +249,10 @@ def test_where_the_folder_takes_no_index_the_cache_does(
     path = corpus_file()
     (path.parent / ".muster-index").touch()  # a file where the folder would be
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    AudioFiles([path])
+    rows_of(path)
     (kept,) = (tmp_path / "cache" / "muster" / "index").iterdir()
     assert kept.name.startswith("train-")
-    AudioFiles([path])
+    rows_of(path)
     assert len(measured) == 7
 
 
@@ -257,7 +280,7 @@ def test_a_half_written_index_leaves_nothing_behind(corpus_file, monkeypatch, tm
     path = corpus_file()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     index_of(path).mkdir(parents=True)  # the last move fails
-    AudioFiles([path])
+    rows_of(path)
     assert [p.name for p in (path.parent / ".muster-index").iterdir()] == ["train.parquet.json"]
 
 
@@ -266,7 +289,7 @@ def test_a_cache_folder_is_never_made_where_the_command_was_typed(unset, monkeyp
     monkeypatch.chdir(tmp_path)
     for name, value in unset.items():
         monkeypatch.setenv(name, value)
-    for place in parquet._index_places(tmp_path / "a.parquet"):
+    for place in cache.places(tmp_path / "a.parquet"):
         assert place.is_absolute()
 
 
@@ -274,34 +297,35 @@ def test_the_package_is_never_written_to(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (path,) = corpus.sibling_split("embedded:spoken-numbers", "validation")
     before = sorted(path.parent.iterdir())
-    AudioFiles([path])
+    rows_of(path)
     assert sorted(path.parent.iterdir()) == before
     assert len(list((tmp_path / "cache" / "muster" / "index").iterdir())) == 1
 
 
 def test_a_named_file_that_was_mended_is_no_longer_a_problem(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", ["x.wav"], ["a"], pa.string())
-    assert AudioFiles([path]).rows[0].problem
+    assert rows_of(path)[0].problem
     (tmp_path / "x.wav").write_bytes(encode(tone(0.3)))
-    assert AudioFiles([path]).rows[0].problem is None
+    assert rows_of(path)[0].problem is None
 
 
 def test_problems_inside_the_file_are_remembered(tmp_path, measured):
     path = write_parquet(tmp_path / "a.parquet", [b"garbage", encode(tone(0.2))], ["a", "b"])
-    first = AudioFiles([path]).rows
-    assert AudioFiles([path]).rows == first
+    first = rows_of(path)
+    assert rows_of(path) == first
     assert len(measured) == 2
 
 
-def test_row_groups_are_kept_within_their_budget(corpus_file, monkeypatch):
+def test_row_groups_are_kept_within_their_budget(corpus_file):
     path = corpus_file(rows_per_group=1)
     files = AudioFiles([path])
-    sizes = [files._group(0, group).nbytes for group in range(7)]
-    monkeypatch.setattr(parquet, "ROW_GROUP_CACHE_BYTES", sizes[0] + sizes[1])
-    files._cache.clear()
-    for row in (*files.rows, *files.rows[:2]):
+    rows = files.read_rows()
+    sizes = [files.tables[0].read(group).nbytes for group in range(7)]
+    files.row_groups.budget = sizes[0] + sizes[1]
+    for row in (*rows, *rows[:2]):
         files.clip(row)
-    assert sorted(files._cache) == [(0, 0), (0, 1)]
-    files.clip(files.rows[0])
-    files.clip(files.rows[6])
-    assert list(files._cache)[-1] == (0, 6), "the one in use stays, however large"
+    assert sorted(files.row_groups._kept) == [(0, 0), (0, 1)]
+    assert files.row_groups._bytes == sizes[0] + sizes[1]
+    files.clip(rows[0])
+    files.clip(rows[6])
+    assert list(files.row_groups._kept)[-1] == (0, 6), "the one in use stays, however large"

@@ -1,5 +1,7 @@
 """Clips fit to train on: what is left out is counted, what is wrong is named."""
 
+import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,7 +33,7 @@ def decoded(monkeypatch):
     """Every clip decoded from here on."""
     seen = []
     decode = audio.decode
-    monkeypatch.setattr(audio, "decode", lambda clip, rate: seen.append(clip) or decode(clip, rate))
+    monkeypatch.setattr(audio, "decode", lambda clip, *how: seen.append(clip) or decode(clip, *how))
     return seen
 
 
@@ -104,21 +106,69 @@ def test_no_usable_clip_says_what_became_of_them(source):
     ("container", "words"),
     [("FLAC", "not readable as audio"), ("MP3", r"header promises 1\.00 s, the clip holds 0\.")],
 )
-def test_a_clip_whose_body_is_cut_off_is_named_when_it_is_loaded(source, container, words):
+def test_a_clip_whose_body_is_cut_off_is_silence_named_and_counted_once(
+    source, container, words, caplog
+):
     noise = np.random.default_rng(0).standard_normal(16000) * 0.1
     whole = encode(noise, container=container)
-    made = source([GOOD, whole[: len(whole) // 2]])
-    assert len(made) == 2, "its header is sound"
-    with pytest.raises(DataError, match=rf"^train\.parquet row 1: .*{words}"):
-        made.load(1)
+    made = source([GOOD, whole[: len(whole) // 2]], ["a", "b"], max_bad_fraction=0.5)
+    plan = (len(made), made.lengths.tolist(), made.fingerprint())
+    for _ in range(2):
+        sample = made.load(1)
+        assert (sample.id, sample.text, sample.broken) == (1, "b", True)
+        assert np.array_equal(sample.samples, np.zeros(round(made.lengths[1] * 16000), np.float32))
+        assert sample.samples.dtype == np.float32
+    assert not made.load(0).broken
+    assert made.left_out == {"broken while training": 1}
+    (record,) = caplog.records
+    assert re.search(rf"^train\.parquet row 1: .*{words}", record.getMessage())
+    assert (len(made), made.lengths.tolist(), made.fingerprint()) == plan, "a run can be resumed"
 
 
-def test_a_named_file_that_vanishes_is_named_when_it_is_loaded(tmp_path, source):
+def test_a_named_file_that_vanishes_is_silence_named(tmp_path, source, caplog):
     (tmp_path / "x.wav").write_bytes(GOOD)
-    made = source([{"bytes": None, "path": "x.wav"}])
+    made = source([{"bytes": None, "path": "x.wav"}], max_bad_fraction=1.0)
     (tmp_path / "x.wav").unlink()
-    with pytest.raises(DataError, match=r"^train\.parquet row 0: the audio file x\.wav does not"):
-        made.load(0)
+    assert made.load(0).broken
+    assert "train.parquet row 0: the audio file x.wav does not exist" in caplog.text
+
+
+def test_more_broken_clips_than_the_share_end_the_run_with_a_list(source):
+    flac = encode(np.random.default_rng(0).standard_normal(16000) * 0.1, container="FLAC")
+    made = source([*[GOOD] * 17, *[flac[: len(flac) // 2]] * 3], max_bad_fraction=0.1)
+    assert [made.load(i).broken for i in (17, 18, 17, 18, 0)] == [True] * 4 + [False]
+    with pytest.raises(DataError) as error:
+        made.load(19)
+    words = str(error.value)
+    assert words.startswith(
+        "3 of 20 clips broke while training (train.parquet row 17: not readable"
+    )
+    assert "; train.parquet row 19: " in words
+    assert "data.max_bad_fraction above 0.150" in words
+    assert "data inspect DATA --decode" in words
+
+
+def test_a_broken_clip_that_many_threads_load_at_once_is_counted_once(source, monkeypatch, caplog):
+    made, together = source([GOOD], max_bad_fraction=1.0), threading.Barrier(4, timeout=20)
+
+    def fail(clip, *how):
+        together.wait()
+        raise DataError("it broke")
+
+    monkeypatch.setattr(audio, "decode", fail)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(sample.broken for sample in pool.map(made.load, [0] * 4))
+    assert made.left_out == {"broken while training": 1}
+    assert len(caplog.records) == 1
+
+
+def test_a_file_replaced_by_a_longer_one_during_training_is_no_crash(tmp_path, source, caplog):
+    (tmp_path / "x.wav").write_bytes(GOOD)
+    made = source([{"bytes": None, "path": "x.wav"}], max_bad_fraction=1.0)
+    (tmp_path / "x.wav").write_bytes(encode(tone(2.0)))
+    sample = made.load(0)
+    assert (sample.broken, len(sample.samples)) == (True, 8000)
+    assert "the header promises 0.50 s, the clip holds 2.00 s" in caplog.text
 
 
 def test_text_outside_the_vocabulary_names_character_file_and_row(source):
@@ -194,7 +244,7 @@ def test_a_clip_two_threads_decode_at_once_is_counted_once(source, monkeypatch):
     made._cache.clear()
     made._cached_bytes = 0
 
-    def slow(clip, rate):
+    def slow(clip, *how):
         if not made._cache:  # the other thread comes first
             made._cache[0], made._cached_bytes = samples, samples.nbytes
         return samples
@@ -202,3 +252,92 @@ def test_a_clip_two_threads_decode_at_once_is_counted_once(source, monkeypatch):
     monkeypatch.setattr(audio, "decode", slow)
     made.load(0)
     assert made._cached_bytes == samples.nbytes
+
+
+def test_long_clips_are_cut_and_counted_where_the_recipe_says_so(source, decoded, caplog):
+    clips = [encode(tone(span, 300)) for span in (0.5, 1.0, 2.5)]
+    made = source(clips, list("abc"), max_seconds=1.0, long_clips="cut")
+    assert made.lengths == pytest.approx([0.5, 1.0, 1.0])
+    assert made.left_out == {}
+    assert made.cut == {"longer than 1.0 s": 1}
+    assert "cut 1 of 3 clips at 1 s" in caplog.text
+    samples = made.load(2).samples
+    assert len(samples) == 16000
+    assert np.abs(samples - tone(1.0, 300)).max() < 1e-4
+    assert len(made.load(1).samples) == 16000
+
+
+def test_a_long_clip_whose_beginning_is_missing_too_is_refused(source):
+    noise = np.random.default_rng(0).standard_normal(48000) * 0.1
+    whole = encode(noise, container="MP3")
+    made = source([whole[: len(whole) // 8], GOOD], max_seconds=1.0, long_clips="cut")
+    with pytest.raises(DataError, match=r"row 0: the header promises 3\.0"):  # of two: too many
+        made.load(0)
+
+
+def test_clips_used_in_part_are_noted(source, caplog):
+    made = source([GOOD] * 3)
+    made.note([], "nothing")
+    made.note([0, 2], "the text is cut")
+    assert made.cut == {"the text is cut": 2}
+    assert "2 clips: the text is cut (train.parquet row 0, train.parquet row 2 …)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "cache_bytes", "streams"),
+    [
+        ("auto", 5 * 32000, False),
+        ("auto", 5 * 32000 - 1, True),
+        ("full", 0, False),
+        ("groups", 1 << 30, True),
+    ],
+)
+def test_a_corpus_beyond_the_cache_is_gone_through_by_row_groups(
+    source, shuffle, cache_bytes, streams
+):
+    made = source([GOOD] * 5, shuffle=shuffle, cache_bytes=cache_bytes)
+    assert (made.groups is not None) == streams
+    if streams:
+        assert made.groups.tolist() == [0, 0, 0, 1, 1]
+        full = made.fingerprint()
+        made.keep([True, False, True, True, True], "test")
+        assert made.groups.tolist() == [0, 0, 1, 1]
+        assert made.fingerprint() != full
+    else:
+        assert made.fingerprint() == b""
+
+
+def test_room_for_row_groups_grows_with_the_pool(source):
+    clips = [encode(tone(0.5, 200 + 50 * i)) for i in range(6)]
+    made = source(clips, shuffle="groups")
+    made.files.row_groups.budget = 0
+    made.reserve(4)
+    group = made.files.tables[0].read(0).nbytes  # of three rows
+    assert made.files.row_groups.budget == pytest.approx(2 * (4 / 3 + 1) * group, rel=0.05)
+    made.reserve(1)
+    assert made.files.row_groups.budget > 4 * group, "room is never taken away"
+
+
+def test_texts_are_a_sequence(source):
+    made = source([GOOD] * 5, list("abcde"))
+    assert len(made.texts) == 5
+    assert list(made.texts[1:4]) == ["b", "c", "d"]
+    assert made.texts[-1] == "e"
+    assert made.texts == list("abcde")
+    assert "c" in made.texts
+
+
+def test_a_row_group_wanted_by_many_threads_is_read_once(source):
+    made = source([GOOD] * 12, cache_bytes=0)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(made.load, list(range(12)) * 4))
+    assert made.files.row_groups.reads == {(0, group): 1 for group in range(4)}
+
+
+def test_row_groups_are_read_side_by_side(source):
+    made = source([GOOD] * 6, cache_bytes=0)
+    table, both = made.files.tables[0], threading.Barrier(2, timeout=20)
+    read = table.read
+    table.read = lambda group: both.wait() * 0 or read(group)  # passes only with another beside it
+    with ThreadPoolExecutor(2) as pool:
+        assert len(list(pool.map(made.load, [0, 3]))) == 2

@@ -1,5 +1,7 @@
 """Error rates are counts that add, whoever counted."""
 
+import random
+
 import pytest
 
 from muster.evaluate.error_rates import EditCounts, count
@@ -61,3 +63,28 @@ def test_counts_of_two_ranks_add_to_the_counts_of_one():
     assert (whole.exact_clips, whole.clips) == (1, 5)
     mean_of_rates = (total(PAIRS[:2]).wer + total(PAIRS[2:]).wer) / 2
     assert mean_of_rates != pytest.approx(whole.wer)
+
+
+def distance(reference, hypothesis) -> int:
+    """Levenshtein's, row by row."""
+    row = list(range(len(hypothesis) + 1))
+    for i, a in enumerate(reference, 1):
+        before, row[0] = row[0], i
+        for j, b in enumerate(hypothesis, 1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (a != b))
+    return row[-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_substitutions_deletions_and_insertions_add_to_the_least_number_of_edits(seed):
+    rng = random.Random(seed)
+    for _ in range(40):
+        reference, hypothesis = (
+            rng.choices(["a", "bb", "ccc", "née", "d."], k=rng.randint(0, 9)) for _ in range(2)
+        )
+        counts = count(" ".join(reference), " ".join(hypothesis))
+        assert counts.word_edits == distance(reference, hypothesis)
+        assert counts.char_edits == distance(" ".join(reference), " ".join(hypothesis))
+        added = counts.word_insertions - counts.word_deletions
+        assert added == len(hypothesis) - len(reference)
+        assert counts.word_substitutions + counts.word_deletions <= counts.words == len(reference)

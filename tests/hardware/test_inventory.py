@@ -4,16 +4,20 @@ import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
+import psutil
+import pynvml
 import pytest
 
 from muster.hardware import inventory
 
+LINK_NAMES = ("NVML_P2P_CAPS_INDEX_NVLINK", "NVML_P2P_STATUS_OK", "NVML_NVLINK_MAX_LINKS")
+LINK_NAMES += ("NVML_NVLINK_DEVICE_TYPE_SWITCH",)
 UUIDS = ["GPU-aa11", "GPU-aa22", "GPU-bb33", "GPU-cc44"]
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    """A machine with four GPUs; GPU i has 10·(i + 1) GiB."""
+    """A machine with four GPUs; GPU i has 10·(i + 1) GiB, and NVLink bridges join 0↔1 and 2↔3."""
     module = ModuleType("pynvml")
     module.calls = []
     module.nvmlInit = lambda: module.calls.append("init")
@@ -23,6 +27,17 @@ def driver(monkeypatch):
     module.nvmlDeviceGetUUID = lambda i: UUIDS[i]
     module.nvmlDeviceGetName = lambda i: f"Test GPU {i}"
     module.nvmlDeviceGetMemoryInfo = lambda i: SimpleNamespace(total=(i + 1) * 10 * 2**30)
+    for name in LINK_NAMES:  # NVIDIA's own numbers
+        setattr(module, name, getattr(pynvml, name))
+    bridged = {(0, 1), (2, 3)}
+    unsupported = pynvml.NVML_P2P_STATUS_NOT_SUPPORTED
+    module.nvmlDeviceGetP2PStatus = lambda a, b, index: (
+        pynvml.NVML_P2P_STATUS_OK
+        if index == pynvml.NVML_P2P_CAPS_INDEX_NVLINK and (min(a, b), max(a, b)) in bridged
+        else unsupported
+    )
+    module.nvmlDeviceGetNvLinkState = lambda i, link: link == 2  # the first two are down
+    module.nvmlDeviceGetNvLinkRemoteDeviceType = lambda i, link: pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return module
@@ -56,6 +71,51 @@ def test_the_mask_is_read_as_cuda_reads_it(driver, monkeypatch, mask, expected):
     assert [gpu.uuid for gpu in gpus] == [UUIDS[i] for i in expected]
     assert [gpu.memory_gib for gpu in gpus] == [10.0 * (i + 1) for i in expected]
     assert [gpu.index for gpu in gpus] == list(range(len(expected))), "counted as CUDA will"
+
+
+@pytest.mark.parametrize(
+    ("mask", "links", "words"),
+    [
+        (None, ((0, 1), (2, 3)), "GPU 0↔1, 2↔3"),
+        ("3,0,2", ((0, 2),), "GPU 0↔2"),
+        ("0,2", (), "none"),
+        ("1", (), "one GPU, nothing to link"),
+    ],
+)
+def test_links_are_those_of_the_gpus_this_process_may_use(driver, monkeypatch, mask, links, words):
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    found = inventory.detect()
+    assert found.links == links
+    assert found.describe_links() == words
+    assert not found.nvswitch
+
+
+def test_gpus_behind_switches_are_all_linked(driver):
+    driver.nvmlDeviceGetP2PStatus = lambda a, b, index: 0
+    switch = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+    driver.nvmlDeviceGetNvLinkRemoteDeviceType = lambda i, link: switch
+    found = inventory.detect()
+    assert len(found.links) == 6
+    assert found.nvswitch
+    assert found.describe_links() == "between all GPUs, through NVSwitch"
+    driver.nvmlDeviceGetNvLinkState = lambda i, link: 0
+    assert not inventory.detect().nvswitch, "no link is up"
+
+
+@pytest.mark.parametrize("silent", ["nvmlDeviceGetP2PStatus", "nvmlDeviceGetNvLinkState"])
+def test_a_driver_that_does_not_know_links_means_none(driver, silent):
+    delattr(driver, silent)
+    found = inventory.detect()
+    assert len(found.gpus) == 4
+    assert not found.nvswitch
+    if silent == "nvmlDeviceGetP2PStatus":
+        assert found.links == ()
+
+
+def test_interfaces_are_those_that_are_up(driver):
+    stats = psutil.net_if_stats()
+    assert set(inventory.detect().interfaces) == {name for name in stats if stats[name].isup}
 
 
 def test_every_gpu_is_a_device_and_a_machine_without_has_one(driver, monkeypatch):

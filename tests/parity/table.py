@@ -8,6 +8,7 @@ from pathlib import Path
 from muster import models
 from muster.check.parity import Course, course, short_recipe
 from muster.models.decoder import DecoderConfig
+from muster.models.whisper import WhisperConfig
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 
@@ -32,6 +33,16 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
     tied=False,
 )
 models.PRESETS["window-uneven"] = dataclasses.replace(models.PRESETS["llama-uneven"], window=7)
+models.PRESETS["whisper-uneven"] = WhisperConfig(
+    vocab=0,
+    width=30,
+    encoder_layers=2,
+    encoder_heads=3,
+    encoder_hidden=67,
+    decoder_layers=3,
+    decoder_heads=3,
+    decoder_hidden=67,
+)
 for name in ("gpt", "llama"):  # eight stages need as many layers
     models.PRESETS[f"{name}-deep-uneven"] = dataclasses.replace(
         models.PRESETS[f"{name}-uneven"], layers=9
@@ -43,6 +54,7 @@ RECIPES = {
     "gpt": "gpt-micro",
     "llama": "llama-micro",
     "lmu": "speech",
+    "whisper": "whisper-micro",
 }
 BATCH = 18
 
@@ -55,6 +67,13 @@ def overrides_for(model: str, corpus: str) -> list[str]:
             "evaluation.ngram=null",
             "evaluation.known_words=false",
             "training.global_batch_size=16",
+            "training.lr=3e-4",
+        ]
+    if model == "whisper":
+        return [
+            "model.preset=whisper-uneven",
+            "data.cache_gib=0.1",
+            "training.global_batch_size=18",
             "training.lr=3e-4",
         ]
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from muster.check.parity import short_recipe
@@ -38,29 +39,67 @@ def split_corpus(tmp_path_factory) -> str:
     return str(folder)
 
 
-def score(mesh, folder: str, corpus: str, options: list[str]) -> dict[str, float]:
+def score(
+    mesh, folder: str, model: str, corpus: str, options: list[str]
+) -> tuple[dict[str, float], list[str]]:
+    """The scores of the validation split, and the hypotheses that were worst."""
     from contextlib import nullcontext
 
     from muster import runs
+    from muster.models import whisper
     from muster.train.evaluate import evaluate
     from muster.worker import prepare
 
-    recipe = load(RECIPES["gpt"], short_recipe([*overrides_for("gpt", corpus), *options]))
+    recipe = load(RECIPES[model], short_recipe([*overrides_for(model, corpus), *options]))
     Path(folder, "ranks").mkdir(parents=True, exist_ok=True)
-    job = prepare(recipe, mesh, runs.Run(Path(folder)))
+    usual, whisper.initial_std = whisper.initial_std, lambda *key: 3 * (usual(*key) or 0) or None
+    try:  # so large that what is heard matters from the start
+        job = prepare(recipe, mesh, runs.Run(Path(folder)))
+    finally:
+        whisper.initial_std = usual
     found = evaluate(job.task, job.engine, "validation", job.mesh, 4, nullcontext)
     job.observer.close()
-    return found.scores
+    return found.scores, [example.hypothesis for example in found.worst]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_perplexity_is_that_of_one_process(ranks, split_corpus, tmp_path, layout):
-    alone = ranks(1)(score, str(tmp_path / "alone"), split_corpus, [])[0]
+    alone, _ = ranks(1)(score, str(tmp_path / "alone"), "gpt", split_corpus, [])[0]
     world, options = LAYOUTS[layout]
-    together = ranks(world)(score, str(tmp_path / "together"), split_corpus, options)
+    together = ranks(world)(score, str(tmp_path / "together"), "gpt", split_corpus, options)
     assert alone["bytes"] == 1700
-    for scores in together:
+    for scores, _ in together:
         assert scores["tokens"] == alone["tokens"]
         assert scores["bytes"] == alone["bytes"]
         assert scores["perplexity"] == pytest.approx(alone["perplexity"], rel=1e-6)
         assert scores["bits_per_byte"] == pytest.approx(alone["bits_per_byte"], rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def some_clips(tmp_path_factory) -> str:
+    """A few to be scored, a number that no number of ranks divides."""
+    from muster.data.corpus import embedded_folder
+
+    table = pq.read_table(embedded_folder("spoken-numbers") / "validation.parquet")
+    path = tmp_path_factory.mktemp("clips") / "validation.parquet"
+    pq.write_table(table.take(list(range(0, len(table), len(table) // 22))), path)
+    return str(path)
+
+
+WHISPER = [
+    "data.max_parquet_files=1",
+    "evaluation.max_tokens=12",
+    "seed=3",
+]
+
+
+@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 4", "zero3 2"])
+@pytest.mark.parametrize("decoder", ["greedy", "beam"])
+def test_what_whisper_hears_is_what_one_process_hears(ranks, some_clips, tmp_path, layout, decoder):
+    """Word for word, under layouts whose every step of the search takes all ranks."""
+    common = [*WHISPER, f"evaluation.decoder={decoder}", f"data.validation={some_clips}"]
+    alone = ranks(1)(score, str(tmp_path / "alone"), "whisper", "", common)[0]
+    world, options = LAYOUTS[layout]
+    for found in ranks(world)(score, str(tmp_path / "together"), "whisper", "", common + options):
+        assert found == alone
+    assert len(set(alone[1])) > 1

@@ -8,19 +8,23 @@ import torch
 from muster.check.parity import ROWS, TOLERANCE, Row, distance
 from parity.table import train_row
 
-MODELS = ("gpt", "llama", "lmu")
+MODELS = ("gpt", "llama", "lmu", "whisper")
 # One row of each strategy in the ordinary tests, both families and both accumulations in turn.
 ORDINARY = {
     ("ddp", 2, "gpt", 4),
     ("ddp", 4, "llama", 1),
+    ("ddp", 4, "whisper", 1),
     ("fsdp", 2, "lmu", 4),
+    ("fsdp", 2, "whisper", 4),
     ("fsdp", 4, "gpt", 4),
     ("fsdp", 4, "llama", 1),
     ("hsdp", 4, "gpt", 1),
     ("zero1", 2, "gpt", 4),
     ("zero2", 2, "llama", 4),
+    ("zero2", 2, "whisper", 1),
     ("zero3", 2, "gpt", 4),
     ("zero3", 2, "lmu", 1),
+    ("zero3", 2, "whisper", 4),
     ("tensor", 2, "gpt", 4),
     ("tensor", 4, "llama", 1),
     ("tensor, plain", 2, "gpt", 1),

@@ -19,6 +19,7 @@ SAMPLES = {
     "distributed.ddp.find_unused_parameters": True,
     "distributed.ddp.bucket_mb": 10.0,
     "distributed.fsdp.wrap": ["DecoderBlock"],
+    "distributed.fsdp.cpu_offload": True,
     "training.lr": 0.5,
 }
 
@@ -66,6 +67,30 @@ def test_an_older_name_sets_its_key(tmp_path: Path, row: object, where: str) -> 
     loaded = read(file(tmp_path, text), overrides)
     assert value_of(loaded.recipe, new) == value
     assert loaded.renamed == {old: new}
+
+
+FSDP_SECTION = """
+training:
+  steps: 5
+  distributed_strategy: fsdp
+  fsdp_config:
+    fsdp_transformer_layer_cls_to_wrap: WhisperEncoderLayer
+    fsdp_backward_prefetch: {prefetch}
+    fsdp_state_dict_type: full_state_dict
+    fsdp_offload_params: false
+"""
+
+
+def test_an_fsdp_section_of_transformers_is_understood(tmp_path: Path) -> None:
+    options = load(file(tmp_path, FSDP_SECTION.format(prefetch="no_prefetch"))).distributed.fsdp
+    assert options.wrap == ["WhisperEncoderLayer"]
+    assert not options.backward_prefetch
+    assert not options.cpu_offload
+    assert load(file(tmp_path, FSDP_SECTION.format(prefetch="backward_pre"))).distributed.fsdp == (
+        options.model_copy(update={"backward_prefetch": True})
+    )
+    message = refusal(file(tmp_path, FSDP_SECTION.format(prefetch="sometimes")))
+    assert "fsdp_backward_prefetch: got sometimes, expected backward_pre or no_prefetch" in message
 
 
 def test_a_file_that_gives_both_names_different_values_is_refused(tmp_path: Path) -> None:

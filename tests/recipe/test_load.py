@@ -48,8 +48,9 @@ def test_every_shipped_recipe_loads_and_has_a_description() -> None:
     assert "speech" in [name for name, _ in recipes]
     for name, description in recipes:
         assert description, name
-        # A recipe for the reader's own data leaves `data.train` open.
-        assert load(name, ["data.train=somewhere"]).description == description
+        # A recipe for the reader's own data or weights leaves them open.
+        given = ["data.train=somewhere", "model.pretrained=somewhere"]
+        assert load(name, given).description == description
 
 
 def test_the_guides_multi_gpu_file_composes_and_its_own_keys_win(folder: Path) -> None:

@@ -22,7 +22,7 @@ def export(
     ] = False,
     dir: DirOption = Path("runs"),
 ) -> None:
-    """A language model as a Hugging Face folder."""
+    """A language model or a Whisper as a Hugging Face folder."""
     from muster.exchange import export_checkpoint
 
     export_checkpoint(checkpoint_path(checkpoint, dir), folder, adapter=adapter)

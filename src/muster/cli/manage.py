@@ -43,14 +43,20 @@ def _suggest(run: Run, state: str) -> None:
     name, muster = shown(run), program()
     recipe = from_resolved(run.path / "recipe.yaml")
     again = f"{muster} train {name}/recipe.yaml --gpus 2"
+    hear = (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?")
     commands = {
         "speech-ctc": [
-            (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?"),
+            hear,
             (
                 f"{muster} eval {name} --decoder greedy",
                 "its worst mistakes, without a language model",
             ),
             (again, "the same recipe on two ranks: the same losses"),
+        ],
+        "speech-seq2seq": [
+            hear,
+            (f"{muster} eval {name} --decoder beam", "its worst mistakes, with beam search"),
+            (f"{muster} export {name} FOLDER", "for transformers and its pipelines"),
         ],
         "causal-lm": [
             (f'{muster} generate {name} "def main("', "how does it go on?"),

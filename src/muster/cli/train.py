@@ -69,6 +69,7 @@ def train(
     _check_before_launch(resolved, ranks)
     if existing:
         _check_same_maths(existing, resolved)
+    _index_speech(resolved)
     run = existing or runs.create(Path(resolved.logging.dir), resolved.name, {})
     _write_recipe(run, resolved)
     (run.path / STOP_FILE).unlink(missing_ok=True)
@@ -158,9 +159,33 @@ def _check_before_launch(recipe: Recipe, ranks: int) -> None:
     corpus.check(recipe.task, data.train, data.validation, data.test)
 
 
+def _index_speech(recipe: Recipe) -> None:
+    """Durations are read here, once and with a bar, rather than by ranks that nobody watches."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from muster.data import corpus, index
+
+    if corpus.CONTENT[recipe.task] != "speech":
+        return
+    data = recipe.data
+    named = (data.train, data.validation, data.test)
+    splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
+    paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress("indexing durations", *columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=None)
+        index.ensure_index(
+            list(dict.fromkeys(paths)),
+            data.audio_column,
+            data.text_column,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+
+
 def _check_same_maths(run: Run, recipe: Recipe) -> None:
     """A run goes on only with the maths it began with; asked before its recipe is replaced."""
-    from muster.train.checkpoint import open_checkpoint, refuse_other_recipe, step_folders
+    from muster.train.checkpoint import open_checkpoint, step_folders
+    from muster.train.same_maths import refuse_other_recipe
 
     if step_folders(run.path / "checkpoints"):
         refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())

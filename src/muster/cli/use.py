@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from muster.cli.common import CheckpointArgument, DirOption, console
+from muster.cli.common import CheckpointArgument, DirOption, console, print_error
 from muster.data.corpus import Split
 from muster.errors import MusterError
+from muster.subtitles import Format
 
 
 def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
@@ -19,36 +20,67 @@ def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
     return named if not checkpoint.exists() and (named / "run.json").is_file() else checkpoint
 
 
+Decoder = Annotated[
+    Literal["greedy", "beam"] | None, typer.Option(help="Speech. Default: the recipe's.")
+]
+Ngram = Annotated[
+    str | None, typer.Option(help="CTC's beam: an ARPA file, or `train` to make one.")
+]
+Beam = Annotated[int | None, typer.Option(min=1, help="So many hypotheses for the beam.")]
+
+
+def decoding(decoder: str | None, ngram: str | None, beam: int | None) -> dict[str, Any]:
+    """What the options change in the recipe's `evaluation`."""
+    if decoder == "greedy" and (ngram or beam):
+        raise MusterError(f"{'--ngram' if ngram else '--beam'} needs --decoder beam")
+    if decoder == "greedy":
+        return {"decoder": "greedy", "ngram": None, "known_words": False}
+    given = {"ngram": ngram, "beam_width": beam}
+    changed = {key: value for key, value in given.items() if value is not None}
+    return {"decoder": "beam", **changed} if decoder or changed else {}
+
+
 def evaluate(
     checkpoint: CheckpointArgument,
     split: Annotated[
         Split | None, typer.Option(help="Which part of the data. Default: test, else validation.")
     ] = None,
-    decoder: Annotated[
-        Literal["greedy", "beam"] | None, typer.Option(help="Speech. Default: the recipe's.")
-    ] = None,
-    ngram: Annotated[
-        str | None, typer.Option(help="For the beam: an ARPA file, or `train` to make one.")
-    ] = None,
+    decoder: Decoder = None,
+    ngram: Ngram = None,
+    beam: Beam = None,
     worst: Annotated[int, typer.Option(min=0, help="Show so many of the worst samples.")] = 5,
+    data: Annotated[
+        str | None,
+        typer.Option(help="Other data than its own: a folder, a file or a glob.", metavar="DATA"),
+    ] = None,
+    language: Annotated[
+        str | None, typer.Option(help="Spoken, for a multilingual Whisper folder.")
+    ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
-    """Score a checkpoint on a split of its data."""
+    """Score a checkpoint on a split of its data, or a Whisper folder on DATA."""
     from muster import inference
     from muster.observe.console import score_words
 
-    options: dict[str, Any] = {}
-    if decoder == "greedy" and ngram:
-        raise MusterError("--ngram needs --decoder beam")
-    if decoder == "greedy":
-        options = {"decoder": "greedy", "ngram": None, "known_words": False}
-    elif decoder or ngram:
-        options = {"decoder": "beam"} | ({"ngram": ngram} if ngram else {})
-    trained = inference.load_trained(checkpoint_path(checkpoint, dir), options)
+    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
+    other = _other_data(data, split) if data else {}
+    trained: inference.Trained | inference.Recogniser
+    if inference.is_folder(path):
+        if not data:
+            raise MusterError(f"{path} is a model without data of its own; name some with --data")
+        trained = inference.load_folder(path, options, other, language=language)
+    else:
+        trained = inference.load_trained(path, options, other)
     result = inference.score(trained, split)
-    sizes = [f", {result.scores[n]:.0f} {n}" for n in _SIZES if n in result.scores]
-    console.print(f"{result.split}: {score_words(result.scores)}{''.join(sizes)}")
-    said, heard = _WORDS.get(trained.recipe.task, ("right", "found"))
+    scores = result.scores
+    sizes = [f", {scores[name]:.0f} {name}" for name in _SIZES if name in scores]
+    console.print(f"{result.split}: {score_words(scores)}{''.join(sizes)}")
+    if "words" in scores:
+        edits = [f"{scores[f'word_{kind}']:.0f} {kind}" for kind in _EDITS]
+        console.print(f"{scores['words']:.0f} words: {', '.join(edits)}")
+    for why, count in result.left_out.items():
+        console.print(f"not scored: {count} {why}", markup=False)
+    said, heard = _WORDS.get(trained.task.recipe.task, ("right", "found"))
     for example in result.worst[:worst]:
         if example.edits:
             console.print(
@@ -56,28 +88,87 @@ def evaluate(
             )
 
 
+def _other_data(data: str, split: Split | None) -> dict[str, Any]:
+    """A file, or files without a split, are scored as they are."""
+    from muster.data import corpus
+
+    found = {"train": data, "validation": None, "test": None, "max_parquet_files": None}
+    marked = any(corpus.sibling_split(data, s) for s in ("train", "validation", "test"))
+    return found if marked else found | {split or "test": data}
+
+
 _SIZES = ("clips", "images", "tokens")
-_WORDS = {"speech-ctc": ("said ", "heard")}
+_EDITS = ("substitutions", "deletions", "insertions")
+_WORDS = dict.fromkeys(("speech-ctc", "speech-seq2seq"), ("said ", "heard"))
 
 
 def transcribe(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A run, one of its checkpoints, or a Whisper folder."
+        ),
+    ],
     files: Annotated[
         list[str], typer.Argument(metavar="AUDIO…", help="Audio files, or - for a live pipe.")
     ],
+    form: Annotated[
+        Format, typer.Option("--format", help="Plain text, subtitles, or all that is known.")
+    ] = "text",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a file per audio file there.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over files in --output.")] = False,
+    decoder: Decoder = None,
+    ngram: Ngram = None,
+    beam: Beam = None,
+    language: Annotated[
+        str | None, typer.Option(help="What is spoken, as `en`, for a multilingual Whisper.")
+    ] = None,
+    timestamps: Annotated[
+        bool | None,
+        typer.Option(
+            "--timestamps/--no-timestamps",
+            help="Ask Whisper for times. Default: where it learned to tell them.",
+        ),
+    ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
     """Audio to text. `-` reads raw 16-bit mono samples from standard input as they arrive."""
     from muster import inference
+    from muster.subtitles import render, targets, write
+    from muster.transcription import transcribe
 
-    recogniser = inference.load_recogniser(checkpoint_path(checkpoint, dir))
-    if files == ["-"]:
+    live, paths = files == ["-"], [Path(file) for file in files]
+    if live and (form != "text" or output):
+        raise MusterError("- is printed as it is heard; leave --format and --output out")
+    if form in ("srt", "vtt") and len(files) > 1 and output is None:
+        raise MusterError(f"--format {form} of several files needs --output FOLDER")
+    places = targets(paths, output, form, force) if output else None
+    recogniser = inference.load_recogniser(
+        checkpoint_path(checkpoint, dir),
+        decoding(decoder, ngram, beam),
+        language=language,
+        timestamps=timestamps,
+    )
+    if live:
         for piece in inference.stream(recogniser, sys.stdin.buffer):
             print(piece, end="", flush=True)
         print()
         return
-    for path, text in inference.transcribe(recogniser, [Path(f) for f in files]):
-        print(f"{path}: {text}" if len(files) > 1 else text)
+    failed = False
+    for number, found in enumerate(transcribe(recogniser, paths)):
+        if isinstance(found, MusterError):
+            failed = True
+            print_error(str(found))
+        elif places:
+            write(places[number], render(found, form))
+            print(places[number], flush=True)
+        else:
+            named = f"{found.file}: " if form == "text" and len(files) > 1 else ""
+            print(named + render(found, form), end="", flush=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 def generate(

@@ -5,8 +5,8 @@ hand wherever muster is. Splits are found the way Hugging Face lays them out: a 
 named after the split (`train-00000-of-00005.parquet`, `default/test/0000.parquet`). The name of the
 corpus itself says nothing: naming a folder `test-data` does not make all of it test data.
 
-Which files count depends on what the task reads: parquet always, plain text and JSON lines for
-language, MNIST's IDX files for images.
+Which files count depends on what the task reads: parquet always, the metadata file of a folder of
+clips for speech, plain text and JSON lines for language, MNIST's IDX files for images.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import sysconfig
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -30,11 +31,13 @@ PYTHON_SOURCE = "embedded:python-source"
 DIGITS = "embedded:digits"  # made by a library in memory: it has no files
 CONTENT: dict[str, Content] = {
     "speech-ctc": "speech",
+    "speech-seq2seq": "speech",
     "causal-lm": "text",
     "image-classification": "images",
 }
+METADATA = ("metadata.csv", "metadata.jsonl")  # which clips a folder has, and their texts
 ENDINGS: dict[Content, tuple[str, ...]] = {
-    "speech": (".parquet",),
+    "speech": (".parquet", *(f"/{name}" for name in METADATA)),
     "text": (".parquet", ".jsonl", ".txt"),
     "images": (".parquet", "-ubyte", "-ubyte.gz"),
 }
@@ -99,6 +102,22 @@ def sibling_split(spec: str, split: Split, content: Content = "speech") -> list[
     return [f for f in found if splits.get(f) == split]
 
 
+def split_files(
+    train: str,
+    validation: str | None,
+    test: str | None,
+    split: Split,
+    max_files: int | None = None,
+    content: Content = "speech",
+) -> list[Path]:
+    """The files of a split, from what the recipe names; nothing where there is no such split.
+    `max_files` limits the training files."""
+    named = {"train": train, "validation": validation, "test": test}[split]
+    if named is None:
+        return sibling_split(train, split, content)
+    return files(named, f"data.{split}", split, max_files if split == "train" else None, content)
+
+
 def check(task: str, train: str, validation: str | None, test: str | None) -> None:
     """Every corpus a recipe names exists, in a form that its task reads."""
     content = CONTENT[task]
@@ -124,7 +143,7 @@ def standard_library() -> tuple[list[Path], dict[Path, str | None]]:
 
 def _all_files(spec: str, key: str, content: Content) -> tuple[list[Path], dict[Path, str | None]]:
     """Every file of `spec`, sorted, and their splits where `spec` is a place to pick them from."""
-    endings, what = ENDINGS[content], " or ".join(ENDINGS[content])
+    endings, what = ENDINGS[content], " or ".join(e.lstrip("/") for e in ENDINGS[content])
     if spec == PYTHON_SOURCE and content == "text":
         return standard_library()
     if spec == DIGITS and content == "images":
@@ -133,22 +152,35 @@ def _all_files(spec: str, key: str, content: Content) -> tuple[list[Path], dict[
     if spec.startswith(EMBEDDED):
         path = embedded_folder(spec.removeprefix(EMBEDDED), content)
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.name.endswith(endings) and p.is_file())
-        found = sorted(p for p in inside if not _hidden(p, path))
+        found = sorted(p for p in _visible(path) if str(p).endswith(endings) and p.is_file())
+        if content == "speech":
+            found = _without_metadata(found)
         if not found:
             cure = "name another folder"
             if content == "speech":
-                cure = f"`muster data make AUDIO_FOLDER {spec}` writes some from audio files"
+                cure = f"`muster data make AUDIO_FOLDER {spec}` writes parquet from audio files"
             raise DataError(f"{key}: no {what} file in the folder {spec}; {cure}")
         return found, {f: split_of(f.relative_to(path)) for f in found}
     if path.is_file():
         return [path], {}
-    found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if p.endswith(endings))
+    matches = map(Path, glob.glob(str(path), recursive=True))
+    found = sorted(p for p in matches if f"/{p}".endswith(endings))
     if not found:
         problem = f"matches no {what} file" if glob.has_magic(spec) else "does not exist"
         raise DataError(f"{key}: {spec} {problem}")
     return found, {}
 
 
-def _hidden(path: Path, root: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(root).parts)
+def _without_metadata(found: list[Path]) -> list[Path]:
+    """Parquet goes before the clips it may have been made of; one metadata file per folder."""
+    tables = [p for p in found if p.name not in METADATA]
+    if tables:
+        return tables
+    folders = {p.parent: p for p in reversed(found)}  # metadata.csv sorts before metadata.jsonl
+    return sorted(folders.values())
+
+
+def _visible(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))

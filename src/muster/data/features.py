@@ -8,6 +8,7 @@ the same frames come out when the samples arrive one by one (`StreamingLogMel`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,27 +34,41 @@ def to_hertz(mel: Tensor) -> Tensor:
     return 700 * (10 ** (mel / 2595) - 1)
 
 
-def mel_points(count: int, sample_rate: int) -> Tensor:
-    """`count` frequencies in Hz, evenly spaced in mel from 20 Hz to Nyquist."""
-    ends = to_mel(torch.tensor([20.0, sample_rate / 2], dtype=torch.float64))
-    return to_hertz(torch.linspace(float(ends[0]), float(ends[1]), count, dtype=torch.float64))
+@dataclass(frozen=True)
+class MelScale:
+    to_mel: Callable[[Tensor], Tensor]
+    to_hertz: Callable[[Tensor], Tensor]
+    lowest: float  # Hz, where the first filter begins
 
 
-def mel_filters(mels: int, bins: int, sample_rate: int) -> Tensor:
-    """Triangular filters `[bins, mels]`."""
-    edges = mel_points(mels + 2, sample_rate)
+HTK = MelScale(to_mel, to_hertz, lowest=20.0)
+
+
+def mel_points(count: int, sample_rate: int, scale: MelScale = HTK) -> Tensor:
+    """`count` frequencies in Hz, evenly spaced in mel from the scale's lowest to Nyquist."""
+    ends = scale.to_mel(torch.tensor([scale.lowest, sample_rate / 2], dtype=torch.float64))
+    return scale.to_hertz(
+        torch.linspace(float(ends[0]), float(ends[1]), count, dtype=torch.float64)
+    )
+
+
+def mel_filters(mels: int, bins: int, sample_rate: int, scale: MelScale = HTK) -> Tensor:
+    """Triangular filters `[bins, mels]` of height 1, in float64."""
+    edges = mel_points(mels + 2, sample_rate, scale)
     frequencies = torch.linspace(0, sample_rate / 2, bins, dtype=torch.float64)[:, None]
     rising = (frequencies - edges[:-2]) / (edges[1:-1] - edges[:-2])
     falling = (edges[2:] - frequencies) / (edges[2:] - edges[1:-1])
-    return torch.minimum(rising, falling).clamp(min=0).float()
+    return torch.minimum(rising, falling).clamp(min=0)
 
 
-def warp_matrix(factor: Tensor, mels: int, sample_rate: int) -> Tensor:
-    """`[batch, mels, mels]`: channel at f hertz takes what was heard at f ÷ factor, interpolated."""
-    centres = mel_points(mels + 2, sample_rate)[1:-1].to(factor.device, torch.float32)
-    grid = to_mel(centres)
+def warp_matrix(factor: Tensor, centres: Tensor, scale: MelScale = HTK) -> Tensor:
+    """`[batch, mels, mels]`: channel at f hertz takes what was heard at f ÷ factor, interpolated.
+    `centres` `[mels]` are the channels' frequencies, on the device of `factor`."""
+    mels, grid = len(centres), scale.to_mel(centres)
     spacing = grid[1] - grid[0]
-    source = (to_mel(centres / factor[:, None]) - grid[0]) / spacing  # [batch, mels], in channels
+    source = (
+        scale.to_mel(centres / factor[:, None]) - grid[0]
+    ) / spacing  # [batch, mels], channels
     source = source.clamp(0, mels - 1)
     channel = torch.arange(mels, device=factor.device)
     return (1 - (channel[None, :, None] - source[:, None, :]).abs()).clamp(min=0)
@@ -75,7 +90,10 @@ class LogMel(nn.Module):
         self.filters: Tensor
         self.register_buffer("window", torch.hann_window(self.window_size), persistent=False)
         filters = mel_filters(mels, self.fft_size // 2 + 1, sample_rate)
-        self.register_buffer("filters", filters, persistent=False)
+        self.register_buffer("filters", filters.float(), persistent=False)
+        self.centres: Tensor
+        centres = mel_points(mels + 2, sample_rate)[1:-1]
+        self.register_buffer("centres", centres.float(), persistent=False)
 
     def frames(self, samples: Tensor) -> Tensor:
         """How many frames `samples` samples give."""
@@ -99,7 +117,7 @@ class LogMel(nn.Module):
         padded = F.pad(samples, (self.window_size - self.hop, right))
         mel = self.energies(padded.unfold(1, self.window_size, self.hop))
         if warp is not None:
-            mel = mel @ warp_matrix(warp, mel.shape[2], self.sample_rate)
+            mel = mel @ warp_matrix(warp, self.centres)
         mask = torch.arange(total, device=mel.device)[None] < frames[:, None]
         return self.normalise(mel, mask), frames
 

@@ -155,6 +155,8 @@ def find_classes(images: Images) -> list[Label]:
 class ImageSource:
     """Indexed images, all of one size and cost."""
 
+    groups: None = None
+
     def __init__(
         self,
         images: Images,
@@ -192,6 +194,9 @@ class ImageSource:
             if len(self._cache) < self._room:
                 self._cache[index] = pixels
         return ImageSample(index, pixels, self.labels[index])
+
+    def reserve(self, samples: int) -> None:
+        """Nothing to make room for: images lie apart."""
 
     def preload(self, threads: int) -> None:
         """Decode everything now, if the cache can hold it, rather than beside the first epoch."""

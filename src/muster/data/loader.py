@@ -27,10 +27,18 @@ class Source(Protocol):
 
     @property
     def lengths(self) -> NDArray[np.float64]: ...
+    @property
+    def groups(self) -> NDArray[np.int64] | None:
+        """Where each lies, if samples should be read in stretches; see `BatchPlan`."""
+        ...
+
     def __len__(self) -> int: ...
     def load(self, index: int) -> Any: ...
     def name(self, index: int) -> str: ...
     def preload(self, threads: int) -> None: ...
+    def reserve(self, samples: int) -> None:
+        """So many samples, next to each other in the plan, will be wanted at a time."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Inputs:
     shared: dict[str, Tensor] = field(default_factory=dict)
 
 
-Collate = Callable[[Sequence[Any], int], Batch]  # samples, epoch → batch
+Collate = Callable[[Sequence[Any], int, float], Batch]  # samples, epoch, longest → batch
 
 
 class Loader:
@@ -102,8 +110,8 @@ class Loader:
     def micro_batches(self, step: int) -> list[Batch]:
         ids = self.plan.batch(step)
         mine = cut(ids, self.plan.lengths, self.ranks, self.accumulation)[self.rank]
-        epoch = self.plan.epoch_of(step)
-        return [self._build(part.tolist(), epoch) for part in mine]
+        epoch, longest = self.plan.epoch_of(step), float(self.plan.lengths[ids].max())
+        return [self._build(part.tolist(), epoch, longest) for part in mine]
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps `start` … `stop - 1`, each ready before it is asked for."""
@@ -120,6 +128,6 @@ class Loader:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _build(self, ids: list[int], epoch: int) -> Batch:
-        batch = self.collate([self.source.load(i) for i in ids], epoch)
+    def _build(self, ids: list[int], epoch: int, longest: float) -> Batch:
+        batch = self.collate([self.source.load(i) for i in ids], epoch, longest)
         return batch.pinned() if self.pin else batch

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from muster.data import audio
+from muster.data.audio_folder import read_metadata
 from muster.data.corpus import Split
 from muster.errors import DataError
 
-Rows = list[tuple[int, dict[str, Any]]]  # with the line each ends on
-METADATA = ("metadata.csv", "metadata.jsonl")
-FILE_KEYS = ("file_name", "file", "path", "audio")
-TEXT_KEYS = ("text", "sentence", "transcription", "transcript")
 ROWS_PER_GROUP = 64
 SCHEMA = pa.schema(
     [
@@ -27,57 +21,6 @@ SCHEMA = pa.schema(
         ("duration", pa.float64()),
     ]
 )
-
-
-def read_metadata(folder: Path) -> list[tuple[Path, str]]:
-    """(audio file, text) of every row of `metadata.csv` or `metadata.jsonl`."""
-    found = [folder / name for name in METADATA if (folder / name).is_file()]
-    if not found:
-        raise DataError(
-            f"{folder} has no {' or '.join(METADATA)}; write one with a row per clip, "
-            "columns file_name and text"
-        )
-    path = found[0]
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
-            rows = _csv(file) if path.suffix == ".csv" else _jsonl(file, path)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
-    if not rows:
-        raise DataError(f"{path} has no rows")
-    first = rows[0][1]
-    names, texts = _key(first, FILE_KEYS, path), _key(first, TEXT_KEYS, path)
-    for number, row in rows:
-        for key in (names, texts):
-            if not isinstance(row.get(key), str):
-                raise DataError(
-                    f"{path}, line {number}: {key} is {row.get(key)!r}, expected a string"
-                )
-    return [(folder / row[names], row[texts]) for _, row in rows]
-
-
-def _csv(file: IO[str]) -> Rows:
-    reader = csv.DictReader(file)
-    return [(reader.line_num, row) for row in reader]
-
-
-def _jsonl(file: IO[str], path: Path) -> Rows:
-    rows = []
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append((number, dict(json.loads(line))))
-        except (ValueError, TypeError):
-            raise DataError(f"{path}, line {number}: not a JSON object") from None
-    return rows
-
-
-def _key(row: dict[str, Any], wanted: tuple[str, ...], path: Path) -> str:
-    for key in wanted:
-        if key in row:
-            return key
-    raise DataError(f"{path} has none of the columns {', '.join(wanted)}; it has {', '.join(row)}")
 
 
 def make(folder: Path, out: Path, split: Split, shard_mb: float) -> list[Path]:

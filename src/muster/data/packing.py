@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.data import cache
 from muster.data.documents import BadRows, Document, describe, read_documents
 from muster.data.tokens import Tokenizer
 from muster.errors import DataError
@@ -55,6 +56,8 @@ class PackedSource:
     The rest of the stream that does not fill a sequence is left out of training (`whole`), and is a
     shorter last sequence where every token must count.
     """
+
+    groups: None = None
 
     def __init__(
         self,
@@ -106,6 +109,9 @@ class PackedSource:
         file, row = int(self.stream.files[number]), int(self.stream.row_numbers[number])
         return f"sequence {index}, from {describe(self.paths[file], row)}"
 
+    def reserve(self, samples: int) -> None:
+        """Nothing to make room for: the stream is a map of a file."""
+
     def preload(self, threads: int) -> None:
         """Nothing to do: the stream is mapped, and the system keeps what it can."""
 
@@ -136,12 +142,14 @@ def open_stream(
     paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None
 ) -> TokenStream:
     """From the cache, else made and put there."""
-    folder = cache_folder() / "tokens" / _key(paths, tokenizer, text_column)
+    folder = cache.cache_folder() / "tokens" / _key(paths, tokenizer, text_column)
     found = _load(folder)
     if found is None:
-        log.info("tokenizing %d file(s) into %s", len(paths), folder)
         try:
-            _make(folder, paths, tokenizer, text_column)
+            with cache.alone(folder):
+                if _load(folder) is None:
+                    log.info("tokenizing %d file(s) into %s", len(paths), folder)
+                    _make(folder, paths, tokenizer, text_column)
         except OSError as error:
             raise DataError(
                 f"cannot keep tokens in {folder} ({error.strerror}); free some space, or set "
@@ -153,14 +161,6 @@ def open_stream(
             f"the tokens in {folder} cannot be read; remove that folder and start again"
         )
     return found
-
-
-def cache_folder() -> Path:
-    """Where muster keeps what it can make again."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not cache.is_absolute():  # a user without a home
-        cache = Path(tempfile.gettempdir())
-    return cache / "muster"
 
 
 def _key(paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None) -> str:

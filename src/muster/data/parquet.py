@@ -1,35 +1,28 @@
-"""Audio and text in parquet: which columns, how long each clip is, one row at a time.
+"""Parquet files: which columns hold what, and the audio of one row group at a time.
 
-Durations are not in most corpora, so they are read once from the audio headers into an index
-beside the data (or in the user's cache where the data is read-only) and reused while the file's
-size and time stay the same.
+Audio comes in many dresses: encoded bytes or a file's name, bare or in a struct, or plain samples in
+a list with their rate beside them. Cells stay in Arrow's memory until a clip is asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
+import math
 import os
-import tempfile
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from muster.data import audio
+from muster.data.audio import Clip, Waveform
 from muster.errors import DataError
 
-log = logging.getLogger(__name__)
-
-AUDIO_NAMES = ("audio", "file", "path", "speech", "wav")
+AUDIO_NAMES = ("audio", "file", "path", "speech", "wav", "flac", "mp3", "samples", "array")
+RATE_NAMES = ("sampling_rate", "sample_rate", "rate")
 TEXT_NAMES = (
     "text",
     "sentence",
@@ -39,19 +32,119 @@ TEXT_NAMES = (
     "raw_text",
     "cleaned_transcription",
 )
-INDEX_VERSION = 1
 ROW_GROUP_CACHE_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class Row:
-    """Where a clip is, what it says and how long it is."""
+class FileProblem(DataError):
+    """Something is wrong with an audio file that a cell names: it may be mended at any time."""
 
-    file: int
-    number: int
-    text: str
-    seconds: float
-    problem: str | None
+
+class AudioTable(Protocol):
+    """Rows of audio and text in one file, read a group of rows at a time, by any thread."""
+
+    path: Path
+    column: str  # of the audio
+    layout: str  # the columns and their types, for people
+    rows: int
+    starts: NDArray[np.int64]  # the first row of each group …
+    sizes: NDArray[np.int64]  # … and about how many bytes its audio takes in memory
+    apart: bool  # each clip is a file of its own, so that their order costs nothing
+
+    def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
+        """Of every row; and why those of some groups cannot be read, whose texts are empty."""
+        ...
+
+    def read(self, group: int) -> Cells: ...
+    def name(self, row: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The audio column of some rows. Names of files start at `folder`."""
+
+    audio: pa.ChunkedArray
+    folder: Path
+    rates: pa.ChunkedArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.audio)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.audio.nbytes)
+
+    def clip(self, index: int) -> Clip:
+        rate = None if self.rates is None else self.rates[index].as_py()
+        return clip_of(self.audio[index], self.folder, rate)
+
+
+class ParquetClips:
+    """Clips in one parquet file.
+
+    It is opened anew for every read: readers are not made for several threads, and a corpus of
+    thousands of files would run out of descriptors.
+    """
+
+    def __init__(
+        self, path: Path, audio_column: str | None = None, text_column: str | None = None
+    ) -> None:
+        self.path = path
+        with open_parquet(path) as reader:
+            schema, self._metadata = reader.schema_arrow, reader.metadata
+            self.starts = np.array(group_starts(reader), np.int64)
+        self.column, self._text = find_columns(path, schema, audio_column, text_column)
+        self._rate = find_rate(path, schema, self.column)
+        used = [name for name in (self.column, self._rate, self._text) if name]
+        self.layout = ", ".join(f"{name} {schema.field(name).type}" for name in used)
+        self.rows = self._metadata.num_rows
+        self.sizes = np.array([self._bytes(g) for g in range(len(self.starts))], np.int64)
+        self.apart = holds_text(schema.field(self.column).type)
+
+    def name(self, row: int) -> str:
+        """`train-00003.parquet row 17`, for messages."""
+        return f"{self.path.name} row {row}"
+
+    def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
+        chunks: list[pa.Array] = []
+        damaged = {}
+        for group, rows in enumerate(np.diff(self.starts, append=self.rows).tolist()):
+            try:
+                chunks += self._read(group, [self._text]).column(0).chunks
+            except DataError as error:
+                damaged[group] = str(error)
+                chunks.append(pa.array([""] * rows, pa.string()))
+        return pa.chunked_array(chunks, pa.string()), damaged
+
+    def read(self, group: int) -> Cells:
+        wanted = [self.column] if self._rate is None else [self.column, self._rate]
+        table = self._read(group, wanted)
+        rates = None if self._rate is None else table.column(self._rate)
+        return Cells(table.column(self.column), self.path.parent, rates)
+
+    def _read(self, group: int, columns: list[str]) -> pa.Table:
+        try:
+            with pq.ParquetFile(self.path, metadata=self._metadata) as reader:
+                table = reader.read_row_group(group, columns=columns, use_threads=False)
+                return table.cast(_plain(table.schema))
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self.path}, row group {group}, column {', '.join(columns)}: "
+                f"{str(error).splitlines()[0]}; mend the file, or take it out of the data"
+            ) from None
+
+    def _bytes(self, group: int) -> int:
+        part = self._metadata.row_group(group)
+        columns = (part.column(i) for i in range(part.num_columns))
+        return sum(
+            c.total_uncompressed_size
+            for c in columns
+            if c.path_in_schema.split(".")[0] == self.column
+        )
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    """Text as one type, whatever the file has."""
+    return pa.schema([f.with_type(pa.string()) if holds_text(f.type) else f for f in schema])
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
@@ -63,13 +156,46 @@ def open_parquet(path: Path) -> pq.ParquetFile:
         ) from None
 
 
+def group_starts(reader: pq.ParquetFile) -> list[int]:
+    starts, total = [], 0
+    for group in range(reader.num_row_groups):
+        starts.append(total)
+        total += reader.metadata.row_group(group).num_rows
+    return starts
+
+
 def find_columns(
     path: Path, schema: pa.Schema, audio_column: str | None, text_column: str | None
 ) -> tuple[str, str]:
-    """The audio and the text column, by the recipe's word or by name and type."""
+    """The audio and the text column, by the recipe's word or by name and type.
+
+    A column that holds sound goes before one that holds names of files, which often lie elsewhere.
+    """
+    inside = [n for n in AUDIO_NAMES if n in schema.names and not holds_text(schema.field(n).type)]
     return (
-        pick_column(path, schema, audio_column, AUDIO_NAMES, _holds_audio, "audio"),
+        pick_column(path, schema, audio_column, [*inside, *AUDIO_NAMES], _holds_audio, "audio"),
         pick_column(path, schema, text_column, TEXT_NAMES, holds_text, "text"),
+    )
+
+
+def find_rate(path: Path, schema: pa.Schema, audio_column: str) -> str | None:
+    """The column that says at which rate plain samples were taken; None where none is needed.
+
+    The recipe's rate is no answer: at a wrong one, speech is too fast or too slow and nobody told.
+    """
+    kind = schema.field(audio_column).type
+    if pa.types.is_struct(kind):
+        fields = {field.name for field in kind}
+        if "array" not in fields or "sampling_rate" in fields:
+            return None
+    elif not _holds_samples(kind):
+        return None
+    for name in RATE_NAMES:
+        if name in schema.names and pa.types.is_primitive(schema.field(name).type):
+            return name
+    raise DataError(
+        f"{path}: {audio_column} holds plain samples, and no column says at which rate they were "
+        f"taken; add a column {RATE_NAMES[0]} with Hz"
     )
 
 
@@ -94,8 +220,21 @@ def pick_column(
 
 def _holds_audio(kind: pa.DataType) -> bool:
     if pa.types.is_struct(kind):
-        return any(kind.field(i).name in ("bytes", "path") for i in range(kind.num_fields))
-    return is_binary(kind) or holds_text(kind)
+        return any(
+            (field.name == "bytes" and is_binary(field.type))
+            or (field.name == "path" and holds_text(field.type))
+            or (field.name == "array" and _holds_samples(field.type))
+            for field in kind
+        )
+    return is_binary(kind) or holds_text(kind) or _holds_samples(kind)
+
+
+def _holds_samples(kind: pa.DataType) -> bool:
+    types = pa.types
+    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
+        return False
+    value = kind.value_type
+    return bool(types.is_floating(value) or types.is_int16(value) or types.is_int32(value))
 
 
 def is_binary(kind: pa.DataType) -> bool:
@@ -106,171 +245,31 @@ def holds_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def clip_of(value: Any, folder: Path) -> bytes | Path:
-    """The encoded bytes of a cell, or the file it names (relative names start at the parquet file)."""
-    path: Any = value
-    if isinstance(value, dict):
-        if value.get("bytes"):
-            return bytes(value["bytes"])
-        path = value.get("path")
-    if isinstance(path, bytes) and path:
-        return path
-    if not path:
-        raise DataError("the audio cell is empty")
+def clip_of(cell: pa.Scalar, folder: Path, rate: float | None = None) -> Clip:
+    """The sound in a cell, or the file it names. In a struct bytes go before samples, and both
+    before a path. `rate` belongs to plain samples."""
+    parts = [cell]
+    if isinstance(cell, pa.StructScalar) and cell.is_valid:
+        fields = dict(cell.items())
+        parts = [fields[name] for name in ("bytes", "array", "path") if name in fields]
+        rate = fields["sampling_rate"].as_py() if "sampling_rate" in fields else rate
+    for part in parts:
+        if not part.is_valid:
+            continue
+        if pa.types.is_nested(part.type):
+            if not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 1:
+                raise DataError(f"its sampling rate is {'missing' if rate is None else rate}")
+            return Waveform(part.values.to_numpy(zero_copy_only=False), round(rate))
+        if is_binary(part.type):
+            if part.as_buffer().size:
+                return memoryview(part.as_buffer())
+        elif path := part.as_py():
+            return _file(path, folder)
+    raise DataError("the audio cell is empty")
+
+
+def _file(path: str, folder: Path) -> Path:
     target = Path(path) if Path(path).is_absolute() else folder / path
     if not os.path.isfile(target):  # also where the name is too long to be one
-        raise DataError(f"the audio file {str(path)[:200]} does not exist")
+        raise FileProblem(f"the audio file {path[:200]} does not exist")
     return target
-
-
-class AudioFiles:
-    """All rows of some parquet files: texts and durations in memory, audio on demand.
-
-    Thread-safe: row groups are read under a lock and kept, newest first, within a fixed budget.
-    """
-
-    def __init__(
-        self, paths: Sequence[Path], audio_column: str | None = None, text_column: str | None = None
-    ) -> None:
-        self.paths = list(paths)
-        self._readers = [open_parquet(path) for path in paths]
-        self._columns = [
-            find_columns(path, reader.schema_arrow, audio_column, text_column)
-            for path, reader in zip(self.paths, self._readers, strict=True)
-        ]
-        self._groups = [group_starts(reader) for reader in self._readers]
-        self._cache: OrderedDict[tuple[int, int], pa.ChunkedArray] = OrderedDict()
-        self._lock = threading.Lock()
-        self.rows = [row for number in range(len(self.paths)) for row in self._index(number)]
-        if not self.rows:
-            raise DataError(f"no rows in {', '.join(map(str, self.paths))}")
-
-    def clip(self, row: Row) -> bytes | Path:
-        starts = self._groups[row.file]
-        group = max(g for g, start in enumerate(starts) if start <= row.number)
-        with self._lock:
-            column = self._group(row.file, group)
-        return clip_of(column[row.number - starts[group]].as_py(), self.paths[row.file].parent)
-
-    def _group(self, file: int, group: int) -> pa.ChunkedArray:
-        key = (file, group)
-        if key not in self._cache:
-            self._cache[key] = self._read(file, group, self._columns[file][0])
-            while (
-                sum(c.nbytes for c in self._cache.values()) > ROW_GROUP_CACHE_BYTES
-                and len(self._cache) > 1
-            ):
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
-
-    def _read(self, file: int, group: int, column: str) -> pa.ChunkedArray:
-        try:
-            return self._readers[file].read_row_group(group, columns=[column]).column(0)
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{self.paths[file]}, row group {group}, column {column}: "
-                f"{str(error).splitlines()[0]}"
-            ) from None
-
-    def _index(self, file: int) -> list[Row]:
-        path, (audio_column, text_column) = self.paths[file], self._columns[file]
-        texts: list[str | None] = []
-        for group in range(self._readers[file].num_row_groups):
-            texts += self._read(file, group, text_column).to_pylist()
-        spans = load_index(path, audio_column)
-        if spans is None:
-            spans, lasting = self._measure(file)
-            if lasting:
-                save_index(path, audio_column, spans)
-        return [
-            Row(file, i, text or "", span or 0.0, problem)
-            for i, (text, (span, problem)) in enumerate(zip(texts, spans, strict=True))
-        ]
-
-    def _measure(self, file: int) -> tuple[list[tuple[float | None, str | None]], bool]:
-        """Seconds or a problem of every row, and whether that holds as long as the file stays the
-        same: a named audio file that is missing or broken may be mended without touching it."""
-        path = self.paths[file]
-        lasting = True
-        log.info(
-            "indexing durations of %s (%d rows)", path.name, self._readers[file].metadata.num_rows
-        )
-
-        def measure(value: Any) -> tuple[float | None, str | None]:
-            nonlocal lasting
-            clip: bytes | Path | None = None
-            try:
-                clip = clip_of(value, path.parent)
-                span = audio.seconds(clip)
-                if span > 0:
-                    return span, None
-                problem = "the clip has zero length"
-            except DataError as error:
-                problem = str(error)
-            lasting = lasting and isinstance(clip, bytes)
-            return None, problem
-
-        spans: list[tuple[float | None, str | None]] = []
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            for group in range(self._readers[file].num_row_groups):
-                spans += pool.map(measure, self._group(file, group).to_pylist())
-        return spans, lasting
-
-
-def group_starts(reader: pq.ParquetFile) -> list[int]:
-    starts, total = [], 0
-    for group in range(reader.num_row_groups):
-        starts.append(total)
-        total += reader.metadata.row_group(group).num_rows
-    return starts
-
-
-def _index_places(path: Path) -> list[Path]:
-    """Beside the data first; else in the user's cache, under a name made of the full path."""
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not cache.is_absolute():  # a user without a home
-        cache = Path(tempfile.gettempdir())
-    beside = path.parent / ".muster-index" / f"{path.name}.json"
-    elsewhere = cache / "muster" / "index" / f"{path.stem}-{digest}.json"
-    embedded = Path(__file__).resolve().parent.parent in path.resolve().parents
-    return [elsewhere] if embedded else [beside, elsewhere]
-
-
-def _stamp(path: Path, column: str) -> dict[str, Any]:
-    stat = path.stat()
-    return {
-        "version": INDEX_VERSION,
-        "bytes": stat.st_size,
-        "mtime_ns": stat.st_mtime_ns,
-        "column": column,
-    }
-
-
-def load_index(path: Path, column: str) -> list[tuple[float | None, str | None]] | None:
-    for place in _index_places(path):
-        try:
-            document = json.loads(place.read_text())
-        except (OSError, ValueError):
-            continue
-        if document.get("of") == _stamp(path, column):
-            return [(span, problem) for span, problem in document["clips"]]
-    return None
-
-
-def save_index(path: Path, column: str, spans: list[tuple[float | None, str | None]]) -> None:
-    for place in _index_places(path):
-        temporary = place.with_name(f".{place.name}.{os.getpid()}")
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"of": _stamp(path, column), "clips": spans}))
-            os.replace(temporary, place)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            continue
-        return
-    log.warning(
-        "could not keep the index of %s: neither beside it nor in the cache is writable", path
-    )

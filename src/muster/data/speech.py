@@ -1,24 +1,29 @@
-"""Speech samples: rows of parquet with audio and text, filtered, decoded, kept while memory lasts."""
+"""Speech samples: clips with their text, filtered, decoded, kept while memory lasts."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections import Counter, deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from muster.data import audio
-from muster.data.parquet import AudioFiles, Row
+from muster.data.audio_files import AudioFiles, Rows, Texts
+from muster.data.index import Progress
 from muster.data.text import Vocabulary, normalise
 from muster.errors import DataError
 
 log = logging.getLogger(__name__)
 
 NAMED_PROBLEMS = 5
+BROKEN = "broken while training"
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,12 @@ class SpeechSample:
     id: int
     samples: audio.Samples  # [time] float32 at the recipe's rate
     text: str
+    broken: bool = False  # the samples are silence in its place, and nothing is to be learnt of it
 
 
 @dataclass(frozen=True)
 class SpeechLimits:
-    """Which rows are fit to train on."""
+    """Which rows are fit to train on, and how much of them may be in memory."""
 
     sample_rate: int = 16000
     min_seconds: float = 0.1
@@ -38,10 +44,18 @@ class SpeechLimits:
     max_bad_fraction: float = 0.01
     lowercase: bool = True
     cache_bytes: int = 1 << 30
+    long_clips: Literal["skip", "cut"] = "skip"
+    shuffle: Literal["auto", "full", "groups"] = "auto"
 
 
 class SpeechSource:
-    """Indexed clips. `lengths[i]` is the duration of clip `i` in seconds; `load(i)` decodes it."""
+    """Indexed clips. `lengths[i]` is the duration of clip `i` in seconds; `load(i)` decodes it.
+
+    `groups[i]` is the row group it lies in, where an epoch should go through the row groups one
+    after the other; None where any clip may follow any other. `left_out` and `cut` count clips
+    by what was the matter with them. A clip that cannot be decoded when its turn comes stays in the
+    plan, which a resumed run must find as it was, as silence.
+    """
 
     def __init__(
         self,
@@ -49,32 +63,52 @@ class SpeechSource:
         limits: SpeechLimits,
         audio_column: str | None = None,
         text_column: str | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.limits = limits
-        self.files = AudioFiles(paths, audio_column, text_column)
         self.left_out: Counter[str] = Counter()
-        self.rows = self._usable(self.files.rows)
-        self.lengths = np.array([row.seconds for row in self.rows])
-        self.texts = [normalise(row.text, limits.lowercase) for row in self.rows]
+        self.cut: Counter[str] = Counter()
+        self.files = AudioFiles(paths, audio_column, text_column)
+        rows = self.files.read_rows(lambda text: normalise(text, limits.lowercase), progress)
+        self._set_rows(self._usable(rows))
         self._cache: dict[int, audio.Samples] = {}
         self._cached_bytes = 0
+        self._broken: dict[int, str] = {}
         self._lock = threading.Lock()
+        streams = limits.shuffle == "groups"
+        if limits.shuffle == "auto":
+            streams = self._decoded_bytes > limits.cache_bytes
+        self.groups = self.files.groups(self.rows) if streams else None
+
+    def _set_rows(self, rows: Rows) -> None:
+        self.rows = rows
+        self.lengths = np.minimum(rows.seconds, self.limits.max_seconds)
+
+    @property
+    def texts(self) -> Texts:
+        return self.rows.texts
+
+    @property
+    def _decoded_bytes(self) -> float:
+        return 4 * self.limits.sample_rate * float(self.lengths.sum())
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def name(self, index: int) -> str:
         """`train-00003.parquet row 17`, for messages."""
-        row = self.rows[index]
-        return f"{self.files.paths[row.file].name} row {row.number}"
+        return self.files.name(self.rows[index])
 
     def load(self, index: int) -> SpeechSample:
         samples = self._cache.get(index)
+        if index in self._broken:
+            return self._silence(index)
         if samples is None:
             try:
-                samples = self._decode(self.rows[index])
+                samples = self._decode(index)
             except DataError as error:
-                raise DataError(f"{self.name(index)}: {error}") from None
+                self._note_broken(index, str(error))
+                return self._silence(index)
             with self._lock:
                 fits = self._cached_bytes + samples.nbytes <= self.limits.cache_bytes
                 if fits and index not in self._cache:  # another thread may have been faster
@@ -82,72 +116,113 @@ class SpeechSource:
                     self._cached_bytes += samples.nbytes
         return SpeechSample(index, samples, self.texts[index])
 
-    def _decode(self, row: Row) -> audio.Samples:
-        rate = self.limits.sample_rate
-        samples = audio.decode(self.files.clip(row), rate)
-        if len(samples) < 0.9 * row.seconds * rate:  # an MP3 cut short decodes without complaint
-            held = len(samples) / rate
-            raise DataError(f"the header promises {row.seconds:.2f} s, the clip holds {held:.2f} s")
-        return samples
+    def _decode(self, index: int) -> audio.Samples:
+        row, most = self.rows[index], self.limits.max_seconds
+        limit = most if row.seconds > most else None
+        return audio.read(self.files.clip(row), self.limits.sample_rate, row.seconds, limit)
+
+    def _silence(self, index: int) -> SpeechSample:
+        samples = round(self.lengths[index] * self.limits.sample_rate)
+        return SpeechSample(index, np.zeros(samples, np.float32), self.texts[index], broken=True)
+
+    def _note_broken(self, index: int, why: str) -> None:
+        with self._lock:
+            if index in self._broken:
+                return
+            self._broken[index] = why
+            self.left_out[BROKEN] += 1
+            found = list(self._broken.items())
+        log.warning("%s: %s; it counts for nothing in this run", self.name(index), why)
+        if len(found) > self.limits.max_bad_fraction * len(self):
+            named = "; ".join(f"{self.name(i)}: {why}" for i, why in found[:NAMED_PROBLEMS])
+            raise DataError(
+                f"{len(found)} of {len(self)} clips broke while training ({named}"
+                f"{' …' if len(found) > NAMED_PROBLEMS else ''}); mend them, or raise "
+                f"data.max_bad_fraction above {len(found) / len(self):.3f}; for a new run, "
+                "`muster data inspect DATA --decode` finds all such clips beforehand"
+            )
 
     def preload(self, threads: int) -> None:
         """Decode everything now, if the cache can hold it, rather than beside the first epoch."""
-        needed = 4 * self.limits.sample_rate * float(self.lengths.sum())
-        if needed <= self.limits.cache_bytes:
+        if self._decoded_bytes <= self.limits.cache_bytes:
             with ThreadPoolExecutor(threads) as pool:
                 deque(pool.map(self.load, range(len(self))), maxlen=0)
 
-    def keep(self, wanted: list[bool], why: str) -> None:
+    def reserve(self, samples: int) -> None:
+        """Make room for the row groups of a pool of so many clips, or each batch would read them
+        again. Called with the plan's `pool_batches` × `batch_size`."""
+        if self.groups is not None:
+            self.files.reserve(samples)
+
+    def fingerprint(self) -> bytes:
+        """What else decides the order of an epoch, for a run that is resumed."""
+        return b"" if self.groups is None else hashlib.sha256(self.groups.tobytes()).digest()
+
+    def keep(self, wanted: Sequence[bool], why: str) -> None:
         """Leave out the clips that are not wanted, and count them under `why`."""
-        dropped = wanted.count(False)
-        if not dropped:
+        mask = np.array(wanted, bool)
+        dropped = np.flatnonzero(~mask)
+        if not len(dropped):
             return
-        self.left_out[why] += dropped
-        names = [self.name(i) for i, ok in enumerate(wanted) if not ok][:NAMED_PROBLEMS]
-        log.warning("left out %d clips: %s (%s …)", dropped, why, ", ".join(names))
-        if dropped == len(wanted):
-            raise DataError(f"no clip is left: {why}; first was {names[0]}")
-        self.rows = [row for row, ok in zip(self.rows, wanted, strict=True) if ok]
-        self.texts = [text for text, ok in zip(self.texts, wanted, strict=True) if ok]
-        self.lengths = self.lengths[np.array(wanted)]
+        self.left_out[why] += len(dropped)
+        log.warning("left out %d clips: %s (%s …)", len(dropped), why, self._some(dropped.tolist()))
+        if len(dropped) == len(mask):
+            raise DataError(f"no clip is left: {why}; first was {self.name(0)}")
+        self._set_rows(self.rows.without_problems(mask))
+        self.groups = None if self.groups is None else self.groups[mask]
         self._cache.clear()
         self._cached_bytes = 0
+        self._broken.clear()  # numbers have changed
+        self.left_out.pop(BROKEN, None)
 
-    def _usable(self, rows: list[Row]) -> list[Row]:
-        bad = [row for row in rows if row.problem]
-        self._judge(bad, len(rows))
-        usable = []
-        for row in rows:
-            if row.problem:
-                self.left_out["unreadable"] += 1
-            elif row.seconds < self.limits.min_seconds:
-                self.left_out[f"shorter than {self.limits.min_seconds} s"] += 1
-            elif row.seconds > self.limits.max_seconds:
-                self.left_out[f"longer than {self.limits.max_seconds} s"] += 1
-            elif not row.text.strip():
-                self.left_out["without text"] += 1
-            else:
-                usable.append(row)
-        if not usable:
+    def note(self, indices: Sequence[int], why: str) -> None:
+        """Count clips that are used in part only."""
+        if indices:
+            self.cut[why] += len(indices)
+            log.warning("%d clips: %s (%s …)", len(indices), why, self._some(indices))
+
+    def _some(self, indices: Sequence[int]) -> str:
+        return ", ".join(self.name(i) for i in indices[:NAMED_PROBLEMS])
+
+    def _usable(self, rows: Rows) -> Rows:
+        self._judge(rows)
+        limits, seconds = self.limits, rows.seconds
+        readable = np.ones(len(rows), bool)
+        readable[list(rows.problems)] = False
+        long = seconds > limits.max_seconds
+        faults = {
+            "unreadable": ~readable,
+            f"shorter than {limits.min_seconds} s": seconds < limits.min_seconds,
+            f"longer than {limits.max_seconds} s": long & (limits.long_clips == "skip"),
+            "without text": np.array([not text for text in rows.texts]),
+        }
+        usable = np.ones(len(rows), bool)
+        for why, faulty in faults.items():
+            if count := int((usable & faulty).sum()):
+                self.left_out[why] = count
+            usable &= ~faulty
+        if not usable.any():
+            named = ", ".join(path.name for path in self.files.paths[:NAMED_PROBLEMS])
             raise DataError(
-                f"no usable clip among {len(rows)} rows of {', '.join(p.name for p in self.files.paths[:NAMED_PROBLEMS])}: "
+                f"no usable clip among {len(rows)} rows of {named}: "
                 f"{', '.join(f'{count} {why}' for why, count in self.left_out.items())}; "
                 "see data.min_seconds, data.max_seconds and data.text_column"
             )
         for why, count in self.left_out.items():
             log.warning("left out %d of %d clips: %s", count, len(rows), why)
-        return usable
+        if count := int((usable & long).sum()):
+            self.cut[f"longer than {limits.max_seconds} s"] = count
+            log.warning("cut %d of %d clips at %g s", count, len(rows), limits.max_seconds)
+        return rows.without_problems(usable)
 
-    def _judge(self, bad: list[Row], total: int) -> None:
+    def _judge(self, rows: Rows) -> None:
+        bad, total = rows.problems, len(rows)
         if not bad:
             return
-        named = "; ".join(
-            f"{self.files.paths[row.file].name} row {row.number}: {row.problem}"
-            for row in bad[:NAMED_PROBLEMS]
-        )
+        first = list(bad.items())[:NAMED_PROBLEMS]
+        named = "; ".join(f"{self.files.name(rows[row])}: {why}" for row, why in first)
         if len(bad) > self.limits.max_bad_fraction * total:
-            share = len(bad) / total
-            cure = f"raise data.max_bad_fraction above {share:.3f} to train without them"
+            cure = f"raise data.max_bad_fraction above {len(bad) / total:.3f} to train without them"
             if len(bad) == total:
                 cure = "see data.audio_column and data.text_column"
             raise DataError(

@@ -13,13 +13,15 @@ from muster.models.ctc import LMUCTC, LMUCTCConfig
 from muster.models.decoder import Decoder, DecoderConfig
 from muster.models.guide import Guide, GuideConfig
 from muster.models.resnet import MnistNet, MnistNetConfig, ResNet, ResNetConfig
+from muster.models.whisper import Whisper, WhisperConfig
 
-Config = LMUCTCConfig | GuideConfig | DecoderConfig | ResNetConfig | MnistNetConfig
+Config = LMUCTCConfig | GuideConfig | DecoderConfig | WhisperConfig | ResNetConfig | MnistNetConfig
 
 MODELS: dict[type, Callable[[Any], nn.Module]] = {
     LMUCTCConfig: LMUCTC,
     GuideConfig: Guide,
     DecoderConfig: Decoder,
+    WhisperConfig: Whisper,
     ResNetConfig: ResNet,
     MnistNetConfig: MnistNet,
 }
@@ -72,6 +74,13 @@ def _llama(
     )
 
 
+def _whisper(
+    layers: int, width: int, heads: int, *, vocab: int = 51865, mels: int = 80
+) -> WhisperConfig:
+    encoder = decoder = (layers, heads, 4 * width)
+    return WhisperConfig(vocab, width, *encoder, *decoder, mels=mels)
+
+
 PRESETS: dict[str, Config] = {
     "lmu-micro": MICRO,
     "lmu-micro-causal": _causal(MICRO),
@@ -88,6 +97,12 @@ PRESETS: dict[str, Config] = {
         32, 4096, 32, 8, 14336, vocab=128256, positions=8192, rope_theta=500_000.0
     ),
     "llama-70b": _llama(80, 8192, 64, 8, 28672),
+    "whisper-micro": _whisper(2, 128, 4, vocab=4096),
+    "whisper-tiny": _whisper(4, 384, 6),
+    "whisper-base": _whisper(6, 512, 8),
+    "whisper-small": _whisper(12, 768, 12),
+    "whisper-medium": _whisper(24, 1024, 16),
+    "whisper-large-v3": _whisper(32, 1280, 20, vocab=51866, mels=128),
     "mnist-net": MnistNetConfig(),
     "resnet-18": ResNetConfig(18),
     "resnet-50": ResNetConfig(50),

@@ -19,10 +19,10 @@ SILU = ("silu", "swish")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
-class _File:
+class ConfigFile:
     """config.json's keys, with errors that say where they stand."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
         self.path = folder / "config.json"
         try:
             self.keys: dict[str, Any] = json.loads(self.path.read_text())
@@ -36,10 +36,10 @@ class _File:
                 f"model.pretrained: {self.path} cannot be read ({error}); copy the folder again"
             ) from None
         self.family = self.keys.get("model_type") if isinstance(self.keys, dict) else None
-        if self.family not in FAMILIES:
+        if self.family not in families:
             raise RecipeError(
                 f"model.pretrained: {self.path} has model_type {self.family!r}; "
-                f"muster reads {', '.join(FAMILIES)}"
+                f"for this task muster reads {', '.join(families)}"
             )
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
@@ -64,12 +64,12 @@ class _File:
 
 def read_family(folder: Path) -> str:
     """The folder's model_type, one of FAMILIES."""
-    return str(_File(folder).family)
+    return str(ConfigFile(folder).family)
 
 
 def read_config(folder: Path) -> DecoderConfig:
     """The architecture of a GPT-2, Llama, Mistral or Qwen2 folder. Reads config.json only."""
-    file = _File(folder)
+    file = ConfigFile(folder)
     file.only("quantization_config", None, None)
     file.only("is_encoder_decoder", False, False)
     read = _read_gpt2 if file.family == "gpt2" else _read_rotary
@@ -79,7 +79,7 @@ def read_config(folder: Path) -> DecoderConfig:
         raise RecipeError(f"model.pretrained: {file.path}: {error}") from None
 
 
-def _read_gpt2(file: _File) -> DecoderConfig:
+def _read_gpt2(file: ConfigFile) -> DecoderConfig:
     file.only("activation_function", "gelu_new", *TANH_GELU)
     file.only("scale_attn_weights", True, True)
     file.only("scale_attn_by_inverse_layer_idx", False, False)
@@ -99,7 +99,7 @@ def _read_gpt2(file: _File) -> DecoderConfig:
     )
 
 
-def _read_rotary(file: _File) -> DecoderConfig:
+def _read_rotary(file: ConfigFile) -> DecoderConfig:
     file.only("hidden_act", "silu", *SILU)
     bias = bool(file.get("attention_bias", False)) if file.family == "llama" else False
     if file.family == "llama":
@@ -128,13 +128,13 @@ def _read_rotary(file: _File) -> DecoderConfig:
     )
 
 
-def _kv_heads(file: _File, heads: int) -> int:
+def _kv_heads(file: ConfigFile, heads: int) -> int:
     """Null means one per head; a missing key means what the family's first model had."""
     missing = {"llama": heads, "mistral": 8, "qwen2": 32}[str(file.family)]
     return heads if "num_key_value_heads" in file.keys else missing
 
 
-def _rope(file: _File) -> tuple[float, RopeScaling | None]:
+def _rope(file: ConfigFile) -> tuple[float, RopeScaling | None]:
     """transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
     key = "rope_scaling" if file.get("rope_scaling", None) else "rope_parameters"
     rope = file.get(key, None) or {}
@@ -158,7 +158,7 @@ def _rope(file: _File) -> tuple[float, RopeScaling | None]:
     return theta, RopeScaling(factor, low, high, int(original))
 
 
-def _window(file: _File) -> int | None:
+def _window(file: ConfigFile) -> int | None:
     if file.family == "llama":
         return None
     window: int | None = file.get("sliding_window", 4096)

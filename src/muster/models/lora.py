@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,20 @@ from torch import Tensor, nn
 
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.models.decoder import DecoderConfig
-from muster.models.huggingface import new_folder, place
+from muster.models.huggingface import place
 from muster.models.huggingface_config import family_for
+from muster.models.tensor_folder import Place, new_folder
 from muster.models.weights import Region, Weights, keyed_generator
+from muster.models.whisper import Whisper, WhisperConfig
 
+WHISPER_NAMES = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "o": "out_proj",
+    "up": "fc1",
+    "down": "fc2",
+}
 BASE = ".base_layer"
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -29,27 +40,36 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 def attach(
     model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str]
 ) -> None:
-    """In place, on a Decoder or a part of one, on any device. Only adapters then learn."""
+    """In place, on a Decoder, a part of one, or a Whisper, on any device. Only adapters then learn;
+    a frozen encoder gets none."""
     model.requires_grad_(False)
-    layers = [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if name.startswith("blocks.") and isinstance(module, nn.Linear)
-    ]
-    if not layers:  # a part that holds an end of the model only
+    blocks, names = _layers(model)
+    if not names:  # a part that holds an end of the model only
         return
-    unknown = [target for target in targets if target not in layers]
+    unknown = [target for target in targets if target not in names]
     if unknown or not targets:
         raise RecipeError(
             f"model.lora.targets: {', '.join(unknown) or 'the list is empty'}; "
-            f"this model's layers are {', '.join(dict.fromkeys(layers))}"
+            f"this model's layers are {', '.join(names)}"
         )
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise MusterError("model.lora needs peft: pip install 'muster-train[peft]'") from None
+    modules = rf"{blocks}\..+\.({'|'.join(names[target] for target in targets)})"
     options: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
-    inject_adapter_in_model(LoraConfig(target_modules=list(targets), **options), model)
+    inject_adapter_in_model(LoraConfig(target_modules=modules, **options), model)
+
+
+def _layers(model: nn.Module) -> tuple[str, dict[str, str]]:
+    """A pattern for where a model's blocks are, and the last part of their layers' names by the
+    name that a recipe gives them."""
+    if isinstance(model, Whisper):
+        learning = "decoder" if model.freeze_encoder else "(encoder|decoder)"
+        return rf"model\.{learning}\.layers", WHISPER_NAMES
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    last = [name.rpartition(".")[2] for name in linear if name.startswith("blocks.")]
+    return "blocks", dict(zip(last, last, strict=True))
 
 
 class AdapterWeights:
@@ -90,7 +110,7 @@ def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Te
 
 def export_adapter(
     folder: Path,
-    config: DecoderConfig,
+    config: DecoderConfig | WhisperConfig,
     state: Mapping[str, Tensor],
     *,
     rank: int,
@@ -103,13 +123,15 @@ def export_adapter(
     GPT-2 keeps q, k and v in one matrix. Their adapters become one of the summed rank: the As stand
     one above the other, the Bs in blocks, and alpha grows with the rank so that the product stays.
     """
-    family = family_for(config, family)
+    whisper = isinstance(config, WhisperConfig)
+    family = "whisper" if isinstance(config, WhisperConfig) else family_for(config, family)
     layers = [name.removesuffix(A) for name in state if name.endswith(A)]
     if not layers:
         raise CheckpointError("this model has no adapters to export; export the whole model")
     fused: dict[str, list[str]] = {}
     for layer in layers:
-        fused.setdefault(_module(family, layer), []).append(layer)
+        module = _place(family, layer).tensor.removesuffix(".weight")
+        fused.setdefault(module, []).append(layer)
     values: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for module, parts in fused.items():
@@ -119,14 +141,14 @@ def export_adapter(
         ranks[".".join(module.split(".")[-2:])] = len(a)  # such as attn.c_attn, self_attn.q_proj
     document = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": None if whisper else "CAUSAL_LM",  # peft's class for seq2seq wants input_ids
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(ranks),
+        "target_modules": _pattern(layers) if whisper else sorted(ranks),
         "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
         "alpha_pattern": {name: alpha * r / rank for name, r in ranks.items() if r != rank},
         "fan_in_fan_out": family == "gpt2",
@@ -136,22 +158,29 @@ def export_adapter(
         (part / "adapter_config.json").write_text(json.dumps(document, indent=2) + "\n")
 
 
-def _module(family: str, layer: str) -> str:
-    return place(family, f"{layer}.weight").tensor.removesuffix(".weight")
+def _pattern(layers: list[str]) -> str:
+    """Exactly those modules of a Whisper, whatever the number of their layer."""
+    kinds = {re.sub(r"\.\d+\.", ".N.", layer) for layer in layers}
+    return "|".join(sorted(re.escape(kind).replace("N", r"\d+") for kind in kinds))
+
+
+def _place(family: str, layer: str) -> Place:
+    name = f"{layer}.weight"
+    return Place(name) if family == "whisper" else place(family, name)
 
 
 def _stacked(family: str, layers: list[str], state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A [rank · layers, in] and B [out, rank · layers] of one module, fused where GPT-2 fuses."""
     lows = [state[layer + A].detach().cpu() for layer in layers]
     ups = [state[layer + B].detach().cpu() for layer in layers]
-    where = place(family, f"{layers[0]}.weight")
+    where = _place(family, layers[0])
     if where.pieces == 1:
         return lows[0].contiguous(), ups[0].contiguous()
     out = len(ups[0])
     b = ups[0].new_zeros(where.pieces * out, sum(len(low) for low in lows))
     column = 0
     for layer, up in zip(layers, ups, strict=True):
-        row = place(family, f"{layer}.weight").piece * out
+        row = _place(family, layer).piece * out
         b[row : row + out, column : column + up.shape[1]] = up
         column += up.shape[1]
     return torch.cat(lows), b

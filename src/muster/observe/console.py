@@ -196,6 +196,11 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
             f"{balance['comm_wait_share']:.1%}, for data {balance['data_wait_share']:.1%}; "
             f"padding {balance['padding_share']:.1%}",
         )
+    for what, key in (("left out", "left_out"), ("cut", "cut")):
+        if counts := results.get(key):
+            table.add_row(
+                f"clips {what}", escape("; ".join(f"{n} {why}" for why, n in counts.items()))
+            )
     table.add_row("memory per rank", f"{results['measured']['memory_gib']:.2f} GiB")
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"]))

@@ -165,7 +165,11 @@ class ZeroEngine:
             "optimizer": {
                 "step": self._step().detach().clone().cpu(),
                 **{
-                    moment: {n: self._rows(self._read(p, moment)) for n, p in self._named()}
+                    moment: {
+                        n: self._rows(self._read(p, moment))
+                        for n, p in self._named()
+                        if p.requires_grad
+                    }
                     for moment in MOMENTS
                 },
             },
@@ -174,7 +178,7 @@ class ZeroEngine:
     def load_state(self, loaded: dict[str, Any]) -> None:
         for name, parameter in self._named():
             self._write(parameter, None, loaded["model"][name].full_tensor())
-            for moment in MOMENTS:
+            for moment in MOMENTS if parameter.requires_grad else ():
                 self._write(parameter, moment, loaded["optimizer"][moment][name].full_tensor())
         set_step(self.optimizer.optimizer, loaded)
 
@@ -205,6 +209,9 @@ class ZeroEngine:
     def _read(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+        if not parameter.requires_grad:  # DeepSpeed keeps no float32 copy of what rests
+            with library().zero.GatheredParameters([parameter]):
+                return parameter.detach().float().clone()
         if moment is None:
             return safe_get_full_fp32_param(parameter)  # type: ignore[no-any-return]
         return safe_get_full_optimizer_state(parameter, moment)  # type: ignore[no-any-return]
@@ -218,12 +225,14 @@ class ZeroEngine:
             if moment is not None:
                 utils.safe_set_local_optimizer_state(parameter, piece, moment)
                 return
-            utils.safe_set_local_fp32_param(parameter, piece)
+            if parameter.requires_grad:
+                utils.safe_set_local_fp32_param(parameter, piece)
             parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
         elif moment is not None:
             utils.safe_set_full_optimizer_state(parameter, value, moment)
         else:
-            utils.safe_set_full_fp32_param(parameter, value)
+            if parameter.requires_grad:
+                utils.safe_set_full_fp32_param(parameter, value)
             parameter.data.copy_(value)
 
     def _piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:

@@ -70,12 +70,16 @@ def settled(parameter: nn.Parameter) -> DTensor:
     return parameter.grad
 
 
+def _square(gradients: list[Tensor]) -> float:
+    """A CPU adds float32 squares one after the other, which loses digits that a GPU's tree keeps."""
+    kind = torch.float64 if gradients[0].device.type == "cpu" else None
+    norms = torch.stack(torch._foreach_norm(gradients, dtype=kind))  # type: ignore[call-overload]
+    return float(norms.double().square().sum())
+
+
 def global_norm(groups: dict[int, list[Tensor]], layout: Layout) -> float:
     """Squares summed over all ranks, those that several hold counted once."""
-    total = sum(
-        float(torch.stack(torch._foreach_norm(grads)).double().square().sum()) / copies
-        for copies, grads in groups.items()
-    )
+    total = sum(_square(grads) / copies for copies, grads in groups.items())
     if not layout.plain:  # replicas hold the same sum already
         packed = torch.tensor([total], dtype=torch.float64)
         dist.all_reduce(packed)

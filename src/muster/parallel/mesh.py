@@ -68,6 +68,10 @@ class Mesh:
         dist.all_gather_object(said, value)
         return said
 
+    def anyone(self, asked: bool) -> bool:
+        """Whether any rank asks, where a forward pass takes all of them; else whether this one does."""
+        return self.sum(everyone=asked)[0] > 0 if self.layout.collective_forward else asked
+
     def barrier(self) -> None:
         if self.world > 1:
             self.sum()

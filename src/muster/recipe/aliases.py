@@ -19,16 +19,26 @@ from muster.errors import RecipeError
 class Alias:
     """`old` means `new`.
 
-    A switch has `when`: what each of its positions writes to `new`. A position that is absent
-    writes nothing and so agrees with whatever `new` holds.
+    A switch has `when`: what each of its positions writes to `new`. A `silent` position writes
+    nothing and so agrees with whatever `new` holds.
     """
 
     old: str
     new: str
-    when: Mapping[bool, Any] | None = None
+    when: Mapping[Any, Any] | None = None
+    silent: tuple[Any, ...] = ()
+
+    @property
+    def positions(self) -> list[Any]:
+        return [*self.silent, *(self.when or {})]
+
+    def takes(self, value: Any) -> bool:
+        return self.when is None or any(
+            type(p) is type(value) and p == value for p in self.positions
+        )
 
     def sets(self, value: Any) -> bool:
-        return self.when is None or (isinstance(value, bool) and value in self.when)
+        return self.when is None or (self.takes(value) and value not in self.silent)
 
 
 TABLE: tuple[Alias, ...] = (
@@ -40,12 +50,24 @@ TABLE: tuple[Alias, ...] = (
     Alias("distributed.bucket_cap_mb", "distributed.ddp.bucket_mb"),
     Alias("distributed.bucket_mb", "distributed.ddp.bucket_mb"),
     Alias("training.fsdp_config.fsdp_transformer_layer_cls_to_wrap", "distributed.fsdp.wrap"),
+    Alias("training.fsdp_config.fsdp_offload_params", "distributed.fsdp.cpu_offload"),
+    Alias(
+        "training.fsdp_config.fsdp_backward_prefetch",
+        "distributed.fsdp.backward_prefetch",
+        when={"backward_pre": True, "no_prefetch": False},
+    ),
+    Alias(  # a checkpoint loads under any layout, whole or sharded
+        "training.fsdp_config.fsdp_state_dict_type",
+        "checkpoint.asynchronous",
+        when={},
+        silent=("full_state_dict", "sharded_state_dict"),
+    ),
     Alias(
         "training.gradient_checkpointing",
         "training.activation_checkpointing",
         when={True: "full", False: "none"},
     ),
-    Alias("distributed.enabled", "distributed.devices", when={False: 1}),
+    Alias("distributed.enabled", "distributed.devices", when={False: 1}, silent=(True,)),
     Alias("training.batch_size", "training.global_batch_size"),
     Alias("training.per_device_train_batch_size", "training.per_device_batch_size"),
     Alias("training.learning_rate", "training.lr"),
@@ -115,8 +137,10 @@ def translate(document: dict[str, Any]) -> dict[str, str]:
         if not found:
             continue
         renamed[row.old] = row.new
-        if row.when is not None and not isinstance(value, bool):
-            raise RecipeError(f"{row.old}: got {value!r}, expected true or false")
+        if not row.takes(value):
+            raise RecipeError(
+                f"{row.old}: got {_yaml(value)}, expected {' or '.join(map(_yaml, row.positions))}"
+            )
         if not row.sets(value):
             continue
         if row.when is not None:
@@ -141,12 +165,20 @@ def alias_table() -> str:
             meaning = f"`{row.new}`"
         else:
             meaning = "; ".join(
-                f"`{str(position).lower()}`: "
-                + (f"`{row.new}={row.when[position]}`" if position in row.when else "says nothing")
-                for position in (True, False)
+                f"`{_yaml(position)}`: "
+                + (
+                    f"`{row.new}={_yaml(row.when[position])}`"
+                    if row.sets(position)
+                    else "says nothing"
+                )
+                for position in row.positions
             )
         lines.append(f"| `{row.old}` | {meaning} |")
     return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def get(document: dict[str, Any], key: str) -> tuple[bool, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from muster.recipe.data import Data
 from muster.recipe.distributed import Distributed
 from muster.recipe.section import Auto, Beta, Count, Fraction, Positive, Section
 
@@ -25,27 +26,31 @@ class Lora(Section):
     dropout: Fraction = Field(0.0, description="On the adapters' input.")
     targets: list[str] = Field(
         ["q", "v"],
-        description="Layers that get an adapter, by the last part of their name: q k v o gate up down.",
+        description="Layers that get an adapter, by name: q k v o gate up down (Whisper: no gate).",
     )
 
 
 class Model(Section):
     preset: str = Field(
         "lmu-micro",
-        description="A named architecture. Speech: lmu-micro, lmu-7m, their -causal forms, lmu-guide. "
+        description="A named architecture. Speech: lmu-micro, lmu-7m, their -causal forms, lmu-guide; for "
+        "speech-seq2seq whisper-micro, whisper-tiny, -base, -small, -medium, -large-v3. "
         "Language: gpt2-micro, gpt2, gpt2-xl, llama-micro, llama-1b, llama-7b, llama-3-8b, llama-70b. "
         "Images: mnist-net, resnet-18, resnet-50.",
     )
     pretrained: str | None = Field(
         None,
         description="A Hugging Face folder, or a hub id, whose architecture and weights to start "
-        "from (GPT-2, Llama, Mistral, Qwen2); `preset` is then not looked at.",
+        "from (GPT-2, Llama, Mistral, Qwen2, Whisper); `preset` is then not looked at.",
     )
     vocab_size: Positive | None = Field(
         None,
         description="Rows of a language model's embedding. Default: as many as the tokenizer has.",
     )
     lora: Lora | None = Field(None, description="Train low-rank adapters only.")
+    freeze_encoder: bool = Field(
+        False, description="Whisper: only the decoder learns; the encoder keeps no activations."
+    )
     norm: Literal["layer", "batch"] = Field(
         "layer",
         description="`batch` is masked batch normalisation, synchronised over all ranks. Its statistics "
@@ -54,103 +59,6 @@ class Model(Section):
     dropout: Fraction = Field(
         0.0,
         description="Dropout masks follow the rank, so with it on, losses differ between world sizes.",
-    )
-
-
-class SpecAugment(Section):
-    """Masks and a warp of the log-mel picture, drawn from (seed, epoch, sample): the same on any layout."""
-
-    freq_masks: Count = Field(2, description="Bands of mel channels set to the clip's mean.")
-    freq_width: Positive = Field(20, description="Widest band, in mel channels.")
-    time_masks: Count = Field(2, description="Stretches of time set to the clip's mean.")
-    time_width: Fraction = Field(0.1, description="Longest stretch, as a share of the clip.")
-    warp: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.1, description="Stretch frequencies by up to this share, as another vocal tract would."
-    )
-
-
-class Tokenizer(Section):
-    kind: Literal["auto", "characters", "subwords", "bytes", "huggingface"] = Field(
-        "auto",
-        description="Speech: `characters`, or `subwords`, byte-pair units learned from the training "
-        "text. Language: `bytes`, or `huggingface`, a folder named by `path`. `auto`: characters for "
-        "speech; for language the tokenizer beside `model.pretrained`, else bytes.",
-    )
-    path: str | None = Field(
-        None, description="A Hugging Face tokenizer: a folder, or its tokenizer.json."
-    )
-    characters: str = Field(
-        "abcdefghijklmnopqrstuvwxyz' ", description="The alphabet; the CTC blank is added to it."
-    )
-    vocabulary_size: Positive = Field(256, description="Units to learn when `kind` is `subwords`.")
-
-
-class Data(Section):
-    train: str = Field(
-        "embedded:spoken-numbers",
-        description="`embedded:NAME` (spoken-numbers, python-source, digits), a file, a folder of "
-        "files, or a glob. Parquet; text also as .jsonl or .txt; images also as MNIST's IDX files.",
-    )
-    validation: str | None = Field(
-        None,
-        description="Data scored during training. Default: the validation split beside `train`.",
-    )
-    test: str | None = Field(
-        None, description="Data scored once at the end. Default: the test split beside `train`."
-    )
-    max_parquet_files: Positive | None = Field(
-        None, description="Read only the first so many training files (by name)."
-    )
-    audio_column: str | None = Field(None, description="Default: found by name and type.")
-    text_column: str | None = Field(None, description="Default: text, sentence, transcription …")
-    image_column: str | None = Field(None, description="Default: image, img.")
-    label_column: str | None = Field(None, description="Default: label, labels, fine_label.")
-    sequence_length: Annotated[int, Field(ge=2)] = Field(
-        256, description="Tokens per packed sequence of a language model."
-    )
-    isolate_documents: bool = Field(
-        False,
-        description="Neither attention nor positions cross from one document into the next within a "
-        "packed sequence. Costs the fast causal attention kernel.",
-    )
-    image_size: Annotated[int, Field(ge=8)] | None = Field(
-        None, description="Images are scaled to this height and width. Default: the model's own."
-    )
-    sample_rate: Annotated[int, Field(ge=4000)] = Field(
-        16000, description="Hz; other rates are resampled."
-    )
-    mels: Annotated[int, Field(ge=8)] = Field(80, description="Mel channels of the features.")
-    normalize: Literal["clip", "fixed"] = Field(
-        "clip",
-        description="`clip`: mean and variance of each clip; `fixed`: one constant, needed for streaming.",
-    )
-    spec_augment: SpecAugment | None = Field(
-        default_factory=lambda: SpecAugment(), description="`null` turns augmentation off."
-    )
-    tokenizer: Tokenizer = Field(default_factory=lambda: Tokenizer())
-    lowercase: bool = Field(True, description="Lower the case of transcripts before tokenizing.")
-    unknown_characters: Literal["error", "drop"] = Field(
-        "error", description="What to do with characters outside the vocabulary."
-    )
-    min_seconds: Annotated[float, Field(ge=0)] = Field(
-        0.1, description="Shorter clips are left out."
-    )
-    max_seconds: Annotated[float, Field(gt=0)] = Field(
-        30.0, description="Longer clips are left out."
-    )
-    max_bad_fraction: Fraction = Field(
-        0.01,
-        description="Rows that cannot be read are left out and named; more than this share is an error.",
-    )
-    pool_batches: Positive = Field(
-        16,
-        description="Clips are shuffled, then sorted by length inside pools of this many global batches, "
-        "so that a batch holds clips of like length.",
-    )
-    workers: Positive | Auto = Field("auto", description="Decoding threads per rank.")
-    prefetch: Positive = Field(4, description="Global batches prepared ahead.")
-    cache_gib: Annotated[float, Field(ge=0)] = Field(
-        1.0, description="Memory per rank for decoded clips, kept from one epoch to the next."
     )
 
 
@@ -202,6 +110,9 @@ class Training(Section):
         "pass; `selective` keeps the products of matrices too.",
     )
     compile: bool = Field(False, description="torch.compile each block, and the loss.")
+    label_smoothing: Fraction = Field(
+        0.0, description="speech-seq2seq: this share of each target is spread over all tokens."
+    )
     max_bad_steps: Positive = Field(
         3,
         description="The run ends at this many steps in a row with a non-finite loss or gradient.",
@@ -243,9 +154,23 @@ class Evaluation(Section):
         "time, at most 32.",
     )
     decoder: Literal["greedy", "beam"] = Field(
-        "greedy", description="`beam` is CTC prefix-beam search."
+        "greedy", description="`beam`: CTC prefix-beam search, or Whisper's beam search."
     )
-    beam_width: Positive = Field(16, description="Prefixes kept by the beam.")
+    beam_width: Positive | Auto = Field(
+        "auto", description="Hypotheses kept by the beam. `auto`: 16 for CTC, 5 for Whisper."
+    )
+    window: Annotated[float, Field(gt=0, le=30)] | Literal["bucket", "auto"] = Field(
+        "auto", description="speech-seq2seq: as `data.window`, for scoring. `auto`: the same."
+    )
+    max_tokens: Positive = Field(
+        224, description="Whisper: the most tokens written for a clip, if its end does not come."
+    )
+    normalizer: Literal["auto", "whisper", "basic", "none"] = Field(
+        "auto",
+        description="What is done to both texts before words are compared: Whisper's English rules, "
+        "its rules for any language, or nothing. `auto`: `whisper` for speech-seq2seq in English, "
+        "`basic` in other languages, `none` for speech-ctc.",
+    )
     ngram: str | None = Field(
         None,
         description="A word n-gram model for the beam: an ARPA file, or `train` for one made of "
@@ -288,7 +213,7 @@ class Recipe(Section):
         "run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Names the run directory."
     )
     description: str = Field("", description="One line for `muster recipe list`.")
-    task: Literal["speech-ctc", "causal-lm", "image-classification"] = Field(
+    task: Literal["speech-ctc", "speech-seq2seq", "causal-lm", "image-classification"] = Field(
         "speech-ctc", description="The workload."
     )
     model: Model = Field(default_factory=lambda: Model())

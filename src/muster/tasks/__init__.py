@@ -10,6 +10,7 @@ from muster.tasks.base import Task
 
 TASKS = {
     "speech-ctc": "muster.tasks.speech_ctc:SpeechCTC",
+    "speech-seq2seq": "muster.tasks.speech_seq2seq:SpeechSeq2Seq",
     "causal-lm": "muster.tasks.causal_lm:CausalLM",
     "image-classification": "muster.tasks.image_classification:ImageClassification",
 }

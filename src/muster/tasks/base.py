@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from muster.data.corpus import Split
 from muster.data.loader import Batch, Inputs, Source
 from muster.models.weights import Weights
+from muster.recipe.schema import Recipe
 
 Counts = dict[str, float]
+Lengths = NDArray[np.float64]
+Anyone = Callable[[bool], bool]  # this rank is not done → some rank is not done
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,12 @@ class Score:
 
 
 class Task(Protocol):
-    assets: dict[str, Any]  # what a checkpoint carries besides weights, e.g. the vocabulary
+    @property
+    def recipe(self) -> Recipe: ...
+    @property
+    def assets(self) -> dict[str, Any]:
+        """What a checkpoint carries besides weights, e.g. the vocabulary."""
+        ...
 
     def build_model(self) -> nn.Module:
         """The whole model; on the meta device, without memory, when the caller asks torch for that."""
@@ -52,8 +62,19 @@ class Task(Protocol):
         """Indexed samples of a split, or None where the recipe's data has no such split."""
         ...
 
-    def collate(self, samples: Sequence[Any], epoch: int | None) -> Batch:
-        """Pad samples into CPU tensors. `epoch` keys augmentation; None means none (evaluation)."""
+    def collate(
+        self, samples: Sequence[Any], epoch: int | None, longest: float | None = None
+    ) -> Batch:
+        """Pad samples into CPU tensors. `epoch` keys augmentation; None means none (evaluation).
+
+        `longest` is the greatest length in the global batch, for models that look at padding: what
+        they compute then does not depend on how the batch was cut.
+        """
+        ...
+
+    def windows(self, lengths: Lengths, *, training: bool) -> Lengths | None:
+        """What samples of these lengths are padded to, learnt from or scored; None where the model
+        does not look at padding. Samples of different windows are never scored in one batch."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:
@@ -62,6 +83,11 @@ class Task(Protocol):
 
     def inputs(self, batch: Batch) -> Inputs:
         """What the model is called with."""
+        ...
+
+    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+        """What the model is called with when it is scored. A model that answers step by step goes
+        on while `anyone` has unfinished rows: a step may take all ranks."""
         ...
 
     def loss(self, output: Any, batch: Batch) -> Tensor:

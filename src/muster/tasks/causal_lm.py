@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster import models
@@ -24,7 +23,8 @@ from muster.models.attention import DecoderConfig, RopeScaling
 from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Counts, Score
+from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.likelihood import negative_log_likelihood
 
 
 class CausalLM:
@@ -76,7 +76,9 @@ class CausalLM:
             self._sources[split] = self._pack(files, split) if files else None
         return self._sources[split]
 
-    def collate(self, samples: Sequence[PackedSample], epoch: int | None) -> Batch:
+    def collate(
+        self, samples: Sequence[PackedSample], epoch: int | None, longest: float | None = None
+    ) -> Batch:
         shape = (len(samples), self.recipe.data.sequence_length)
         inputs = np.full(shape, self.tokenizer.end)
         targets = np.full(shape, IGNORE)
@@ -99,6 +101,9 @@ class CausalLM:
             amounts={"tokens": float(units)},
         )
 
+    def windows(self, lengths: Lengths, *, training: bool) -> None:
+        return None
+
     def prepare(self, batch: Batch) -> Batch:
         return batch
 
@@ -106,11 +111,15 @@ class CausalLM:
         names = ("positions", "documents") if self.recipe.data.isolate_documents else ()
         return Inputs((batch["tokens"],), {name: batch[name] for name in names})
 
+    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+        return self.inputs(batch)
+
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        return _nll(output, batch, self.config.vocab, "sum")
+        return negative_log_likelihood(output, batch["targets"], self.config.vocab, "sum")
 
     def score(self, output: Tensor, batch: Batch) -> Score:
-        nll = _nll(output, batch, self.config.vocab, "none").double().sum()
+        vocab = self.config.vocab
+        nll = negative_log_likelihood(output, batch["targets"], vocab, "none").double().sum()
         written = batch["bytes"].sum()
         return Score({"nll": float(nll), "tokens": float(batch.units), "bytes": float(written)})
 
@@ -184,28 +193,9 @@ class CausalLM:
 
     def _files(self, split: Split) -> list[Path]:
         data = self.recipe.data
-        named = {"train": data.train, "validation": data.validation, "test": data.test}[split]
-        if named is None:
-            return corpus.sibling_split(data.train, split, "text")
-        limit = data.max_parquet_files if split == "train" else None
-        return corpus.files(named, f"data.{split}", split, limit, "text")
-
-
-def _nll(logits: Tensor, batch: Batch, vocab: int, reduction: str) -> Tensor:
-    """Negative log-likelihood in nats of the targets that count, from `[batch, time, vocab …]`.
-
-    Columns beyond the vocabulary are cut off, or, where a compiler will fuse it, ruled out: rows
-    that stay aligned are read and written faster.
-    """
-    logits = logits.flatten(0, 1)
-    if logits.shape[-1] > vocab and torch.compiler.is_compiling():
-        beyond = torch.arange(logits.shape[-1], device=logits.device) >= vocab
-        logits = logits.masked_fill(beyond, -math.inf)
-    elif logits.shape[-1] > vocab:
-        logits = logits[:, :vocab]
-    return F.cross_entropy(
-        logits.float(), batch["targets"].flatten(), ignore_index=IGNORE, reduction=reduction
-    )
+        return corpus.split_files(
+            data.train, data.validation, data.test, split, data.max_parquet_files, "text"
+        )
 
 
 def _pretrained(recipe: Recipe) -> Path | None:

@@ -18,7 +18,7 @@ from muster.data.loader import Batch
 from muster.errors import RecipeError
 from muster.models.resnet import MnistNetConfig, ResNetConfig
 from muster.recipe.schema import Model, Recipe
-from muster.tasks.base import Counts, Example, Inputs, Score
+from muster.tasks.base import Anyone, Counts, Example, Inputs, Lengths, Score
 
 RESNET_SIZE = 224  # pixels a side, unless data.image_size says otherwise
 MNIST_SIZE = 28
@@ -61,7 +61,9 @@ class ImageClassification:
             self._sources[split] = None if images is None else self._usable(images, split)
         return self._sources[split]
 
-    def collate(self, samples: Sequence[ImageSample], epoch: int | None) -> Batch:
+    def collate(
+        self, samples: Sequence[ImageSample], epoch: int | None, longest: float | None = None
+    ) -> Batch:
         pixels = np.stack([sample.pixels for sample in samples]).astype(np.float32)
         images = (pixels / 255 - self._mean) / self._std
         return Batch(
@@ -75,11 +77,17 @@ class ImageClassification:
             cells=len(samples),
         )
 
+    def windows(self, lengths: Lengths, *, training: bool) -> None:
+        return None
+
     def prepare(self, batch: Batch) -> Batch:
         return batch
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["images"],))
+
+    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+        return self.inputs(batch)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(output.float(), batch["labels"], reduction="sum")

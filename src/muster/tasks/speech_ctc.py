@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster import models
-from muster.data import corpus
 from muster.data.corpus import Split
-from muster.data.features import Augmentation, LogMel, apply_masks, draw
-from muster.data.loader import Batch
-from muster.data.speech import SpeechLimits, SpeechSample, SpeechSource, check_characters
+from muster.data.features import LogMel, apply_masks
+from muster.data.loader import Batch, Inputs
+from muster.data.speech import SpeechSample, SpeechSource, check_characters
 from muster.data.text import Vocabulary, build_vocabulary
 from muster.errors import RecipeError
 from muster.evaluate.ctc_decode import greedy, prefix_beam
-from muster.evaluate.error_rates import EditCounts, count
 from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Counts, Example, Inputs, Score
+from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.speech import (
+    augmentation,
+    pad_waves,
+    speech_files,
+    speech_source,
+    word_rates,
+    word_score,
+)
 
 NGRAM_ORDER = 3
 FRAME_MULTIPLE = 32
@@ -73,32 +77,32 @@ class SpeechCTC:
     def source(self, split: Split) -> SpeechSource | None:
         if split not in self._sources:
             self._sources[split] = (
-                self._usable(self._read(split), split) if self._files(split) else None
+                self._usable(self._read(split), split) if speech_files(self.recipe, split) else None
             )
         return self._sources[split]
 
-    def collate(self, samples: Sequence[SpeechSample], epoch: int | None) -> Batch:
-        lengths = [len(s.samples) for s in samples]
-        waves = np.zeros((len(samples), max(lengths)), dtype=np.float32)
-        for row, sample in zip(waves, samples, strict=True):
-            row[: len(sample.samples)] = sample.samples
-        targets = [self._encode(s.text) for s in samples]
+    def collate(
+        self, samples: Sequence[SpeechSample], epoch: int | None, longest: float | None = None
+    ) -> Batch:
+        waves, lengths = pad_waves(samples), [len(s.samples) for s in samples]
+        targets = [[] if s.broken else self._encode(s.text) for s in samples]
         tensors = {
-            "samples": torch.from_numpy(waves),
+            "samples": waves,
             "lengths": torch.tensor(lengths),
             "targets": torch.tensor([t for target in targets for t in target], dtype=torch.long),
             "target_lengths": torch.tensor([len(target) for target in targets]),
         }
-        if epoch is not None and self.recipe.data.spec_augment is not None:
-            tensors |= self._augmentation(samples, epoch)
         return Batch(
             ids=[s.id for s in samples],
-            tensors=tensors,
+            tensors=tensors | augmentation(self.recipe, samples, epoch, self.recipe.data.mels),
             units=sum(len(target) for target in targets),
             filled=sum(lengths),
-            cells=waves.size,
+            cells=waves.numel(),
             amounts={"audio_s": sum(lengths) / self.recipe.data.sample_rate},
         )
+
+    def windows(self, lengths: Lengths, *, training: bool) -> None:
+        return None
 
     def prepare(self, batch: Batch) -> Batch:
         self.logmel.to(batch["samples"].device)
@@ -119,27 +123,27 @@ class SpeechCTC:
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["features"], batch["frames"]))
 
+    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+        return self.inputs(batch)
+
     def loss(self, output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         logits, lengths = output
         log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
-        return F.ctc_loss(
-            log_probs, batch["targets"], lengths, batch["target_lengths"], reduction="sum"
-        )
+        spoken = batch["target_lengths"]  # none where a clip turned out broken: it teaches nothing
+        losses = F.ctc_loss(log_probs, batch["targets"], lengths, spoken, reduction="none")
+        return (losses * (spoken > 0)).sum()
 
     def score(self, output: tuple[Tensor, Tensor], batch: Batch) -> Score:
-        hypotheses = self.decode(*output)
-        spans = batch["target_lengths"].cumsum(0).tolist()
-        targets, total, examples, start = batch["targets"].tolist(), EditCounts(), [], 0
-        for sample_id, end, hypothesis in zip(batch.ids, spans, hypotheses, strict=True):
-            reference = self.vocabulary.decode(targets[start:end])
-            counts = count(reference, hypothesis)
-            examples.append(Example(sample_id, reference, hypothesis, counts.word_edits))
-            total, start = total + counts, end
-        return Score(asdict(total), examples)
+        ends = batch["target_lengths"].cumsum(0).tolist()
+        targets = batch["targets"].tolist()
+        references = [
+            self.vocabulary.decode(targets[start:end])
+            for start, end in itertools.pairwise([0, *ends])
+        ]
+        return word_score(zip(batch.ids, references, self.decode(*output), strict=True))
 
     def summarise(self, counts: Counts) -> dict[str, float]:
-        total = EditCounts(**{name: int(value) for name, value in counts.items()})
-        return {"wer": total.wer, "cer": total.cer, **counts}
+        return word_rates(counts)
 
     def decode(self, logits: Tensor, lengths: Tensor) -> list[str]:
         """Logits `[batch, time, vocab]` to text, the way `evaluation.decoder` says."""
@@ -151,7 +155,7 @@ class SpeechCTC:
         for row, length in zip(log_probs, lengths.tolist(), strict=True):
             best = prefix_beam(
                 row[:length],
-                options.beam_width,
+                16 if options.beam_width == "auto" else options.beam_width,
                 pieces=self.vocabulary.pieces,
                 lm=self.language_model,
                 lm_weight=options.ngram_weight,
@@ -171,25 +175,8 @@ class SpeechCTC:
             return read_arpa(wanted)
         return NGram.from_json(saved) if saved else build(self._read("train").texts, NGRAM_ORDER)
 
-    def _files(self, split: Split) -> list[Path]:
-        data = self.recipe.data
-        named = {"train": data.train, "validation": data.validation, "test": data.test}[split]
-        if named is None:
-            return corpus.sibling_split(data.train, split)
-        limit = data.max_parquet_files if split == "train" else None
-        return corpus.files(named, f"data.{split}", split, limit)
-
     def _read(self, split: Split) -> SpeechSource:
-        data = self.recipe.data
-        limits = SpeechLimits(
-            data.sample_rate,
-            data.min_seconds,
-            data.max_seconds,
-            data.max_bad_fraction,
-            data.lowercase,
-            int(data.cache_gib * 2**30),
-        )
-        return SpeechSource(self._files(split), limits, data.audio_column, data.text_column)
+        return speech_source(self.recipe, split, lowercase=True)
 
     def _usable(self, source: SpeechSource, split: Split) -> SpeechSource:
         """Every transcript can be spelled and, for training, fits into its clip's frames."""
@@ -211,19 +198,6 @@ class SpeechCTC:
 
     def _encode(self, text: str) -> list[int]:
         return self.vocabulary.encode(text, drop=self.recipe.data.unknown_characters == "drop")
-
-    def _augmentation(self, samples: Sequence[SpeechSample], epoch: int) -> dict[str, Tensor]:
-        assert self.recipe.data.spec_augment is not None
-        options = Augmentation(**self.recipe.data.spec_augment.model_dump())
-        keys = [(self.recipe.seed, epoch, sample.id) for sample in samples]
-        bands, stretches, warp = zip(
-            *(draw(key, self.recipe.data.mels, options) for key in keys), strict=True
-        )
-        return {
-            "bands": torch.from_numpy(np.stack(bands)),
-            "stretches": torch.from_numpy(np.stack(stretches)),
-            "warp": torch.tensor(warp),
-        }
 
 
 def _ctc_frames(target: list[int]) -> int:

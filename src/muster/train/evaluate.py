@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from muster.data.batches import eval_shard
+from muster.data.batches import eval_shards
 from muster.data.corpus import Split
-from muster.data.loader import Inputs, Source
+from muster.data.loader import Batch, Inputs, Source
 from muster.parallel.mesh import Mesh
-from muster.tasks.base import Example, Task
+from muster.tasks.base import Example, Lengths, Task
 
 WORST = 20
+AHEAD = 2  # batches prepared while one is scored
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Evaluation:
     split: str
     scores: dict[str, float]
     worst: list[Example]
+    left_out: dict[str, int]  # samples of the split that the scores do not cover, by why
 
 
 class Scored(Protocol):
@@ -64,10 +66,11 @@ def evaluate(
         part.eval()
     counts: Counter[str] = Counter()
     examples: list[Example] = []
-    for ids, counted in _rounds(source, mesh, batch_size):
-        batch = task.prepare(task.collate([source.load(i) for i in ids], None).to(mesh.device))
+    rounds = _rounds(source, task.windows(source.lengths, training=False), mesh, batch_size)
+    for batch, counted in _ahead(task, source, rounds):
+        batch = task.prepare(batch.to(mesh.device))
         with autocast():
-            output = model.forward(task.inputs(batch))
+            output = model.forward(task.questions(batch, mesh.anyone))
             if output is not None and counted and mesh.speaks:
                 score = task.score(output, batch)
                 counts.update(score.counts)
@@ -81,18 +84,41 @@ def evaluate(
         total.update(their_counts)
         everyone += their_worst
     everyone.sort(key=lambda e: (-e.edits, e.id))
-    return Evaluation(split, task.summarise(dict(total)), everyone[:WORST])
+    left_out = dict(getattr(source, "left_out", {}))
+    return Evaluation(split, task.summarise(dict(total)), everyone[:WORST], left_out)
 
 
-def _rounds(source: Source, mesh: Mesh, batch_size: int) -> Iterator[tuple[list[int], bool]]:
+def _ahead(
+    task: Task, source: Source, rounds: Iterable[tuple[list[int], bool]]
+) -> Iterator[tuple[Batch, bool]]:
+    """Each batch, read and decoded while the ones before it are scored."""
+
+    def build(ids: list[int]) -> Batch:
+        longest = float(source.lengths[ids].max())
+        return task.collate([source.load(i) for i in ids], None, longest)
+
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="score") as pool:
+        waiting: deque[tuple[Future[Batch], bool]] = deque()
+        for ids, counted in rounds:
+            waiting.append((pool.submit(build, ids), counted))
+            if len(waiting) > AHEAD:
+                future, counts = waiting.popleft()
+                yield future.result(), counts
+        for future, counts in waiting:
+            yield future.result(), counts
+
+
+def _rounds(
+    source: Source, windows: Lengths | None, mesh: Mesh, batch_size: int
+) -> Iterator[tuple[list[int], bool]]:
     """This rank's batches, and whether each counts.
 
     Where a forward pass takes all ranks, those with fewer batches keep the others company with one
     that does not count.
     """
-    mine = eval_shard(source.lengths, mesh.data_rank, mesh.layout.data_ranks, batch_size)
+    shards = eval_shards(source.lengths, windows, mesh.layout.data_ranks, batch_size, source.groups)
+    mine = shards[mesh.data_rank]
     yield from ((ids, True) for ids in mine)
     if mesh.layout.collective_forward:
-        most = math.ceil(math.ceil(len(source) / mesh.layout.data_ranks) / batch_size)
-        for _ in range(most - len(mine)):
+        for _ in range(max(map(len, shards)) - len(mine)):
             yield [0], False

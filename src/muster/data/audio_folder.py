@@ -1,0 +1,134 @@
+"""A folder of audio files with `metadata.csv` or `metadata.jsonl`, as Hugging Face's audiofolder.
+
+One row per clip: `file_name`, relative to the metadata file, and the text.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from muster.data.corpus import METADATA, split_of
+from muster.data.parquet import TEXT_NAMES, Cells
+from muster.errors import DataError
+
+Rows = list[tuple[int, dict[str, Any]]]  # with the line each ends on
+FILE_NAMES = ("file_name", "file", "path", "audio")
+ROWS_AT_A_TIME = 256
+
+
+class FolderClips:
+    """Clips that a metadata file names. Rows come in groups only so that threads can share them."""
+
+    apart = True
+
+    def __init__(
+        self, path: Path, audio_column: str | None = None, text_column: str | None = None
+    ) -> None:
+        self.path = path
+        self.column, text, rows = read_rows(path, audio_column, text_column)
+        self._names = pa.array([row[self.column] for row in rows], pa.large_string())
+        self._texts = pa.array([row[text] for row in rows], pa.string())
+        self.layout = f"{path.name}: {self.column}, {text}"
+        self.rows = len(rows)
+        self.starts = np.arange(0, self.rows, ROWS_AT_A_TIME)
+        self.sizes = np.zeros(len(self.starts), np.int64)
+
+    def name(self, row: int) -> str:
+        """`train/metadata.csv row 17 (wavs/17.flac)`, for messages."""
+        return f"{self.path.parent.name}/{self.path.name} row {row} ({self._names[row]})"
+
+    def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
+        return pa.chunked_array([self._texts]), {}
+
+    def read(self, group: int) -> Cells:
+        part = self._names.slice(self.starts[group], ROWS_AT_A_TIME)
+        return Cells(pa.chunked_array([part]), self.path.parent)
+
+
+def read_metadata(folder: Path) -> list[tuple[Path, str]]:
+    """(audio file, text) of every row of the folder's `metadata.csv` or `metadata.jsonl`."""
+    found = [folder / name for name in METADATA if (folder / name).is_file()]
+    if not found:
+        raise DataError(
+            f"{folder} has no {' or '.join(METADATA)}; write one with a row per clip, "
+            "columns file_name and text"
+        )
+    name, text, rows = read_rows(found[0])
+    return [(folder / row[name], row[text]) for row in rows]
+
+
+def read_rows(
+    path: Path, audio_column: str | None = None, text_column: str | None = None
+) -> tuple[str, str, list[dict[str, Any]]]:
+    """The names of the columns with files and texts, and the rows."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
+            rows = _csv(file, path) if path.suffix == ".csv" else _jsonl(file, path)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+    if not rows:
+        raise DataError(f"{path} has no rows")
+    first = rows[0][1]
+    name = _column(first, audio_column, FILE_NAMES, "audio", path)
+    text = _column(first, text_column, TEXT_NAMES, "text", path)
+    for number, row in rows:
+        for key in (name, text):
+            if not isinstance(row.get(key), str):
+                raise DataError(
+                    f"{path}, line {number}: {key} is {row.get(key)!r}, expected a string"
+                )
+    _refuse_several_splits(path, {row[name] for _, row in rows})
+    return name, text, [row for _, row in rows]
+
+
+def _csv(file: IO[str], path: Path) -> Rows:
+    reader = csv.DictReader(file)
+    try:
+        return [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: {error}") from None
+
+
+def _jsonl(file: IO[str], path: Path) -> Rows:
+    rows = []
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, dict(json.loads(line))))
+        except (ValueError, TypeError):
+            raise DataError(f"{path}, line {number}: not a JSON object") from None
+    return rows
+
+
+def _column(
+    row: dict[str, Any], asked: str | None, known: tuple[str, ...], what: str, path: Path
+) -> str:
+    for key in (asked,) if asked else known:
+        if key in row:
+            return key
+    key = f"data.{what}_column"
+    if asked:
+        raise DataError(f"{key}: {path} has no column {asked!r}; it has {', '.join(row)}")
+    raise DataError(
+        f"{path} has none of the columns {', '.join(known)}; it has {', '.join(row)}; "
+        f"rename one, or name it with {key}=…"
+    )
+
+
+def _refuse_several_splits(path: Path, names: set[str]) -> None:
+    """Test clips must not be trained on because one file lists them all."""
+    splits = {split_of(Path(folder)) for folder in {str(Path(name).parent) for name in names}}
+    if len(splits - {None}) > 1:
+        raise DataError(
+            f"{path} names files of several splits ({', '.join(sorted(s for s in splits if s))}); "
+            f"put a {path.name} of its own into the folder of each"
+        )

@@ -1,0 +1,391 @@
+"""Whisper's text: tokens, the prompt before them, the marks of time among them.
+
+A tokenizer is read from a pretrained folder, or learned from the training transcripts. It travels
+inside checkpoints as JSON, and `files` writes what transformers needs to load it again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from muster.data.whisper_languages import LANGUAGES, language_code
+from muster.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
+TASKS = ("<|translate|>", "<|transcribe|>")
+NEVER_SPOKEN = ("<|startoflm|>", "<|startofprev|>", "<|nospeech|>")
+PER_SECOND = 50  # a mark of time every 20 ms, as many as the encoder has frames
+TIMESTAMPS = tuple(f"<|{tick / PER_SECOND:.2f}|>" for tick in range(30 * PER_SECOND + 1))
+BYTES = 256
+POSITIONS = 448
+
+_MARK = re.compile(r"<\|(\d+\.\d+)\|>")
+_MARKS = re.compile(r"\s*(?:<\|\d+\.\d+\|>\s*)+")
+
+Segment = tuple[float, float | None, str]
+"""Seconds it begins and, where the model says so, ends; its text."""
+
+
+class WhisperTokens:
+    """Ids: the text's, then `end`, `start` and the other special tokens, then the marks of time.
+
+    `languages` maps the code of each language that has a token to its id. OpenAI's English-only
+    models have those tokens too and never learned them: `multilingual` is what counts.
+    """
+
+    def __init__(self, document: str, multilingual: bool) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_str(document)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Without added tokens, whatever a transcript spells out is text: it cannot end itself.
+        bare = json.loads(self._tokenizer.to_str()) | {"added_tokens": [], "post_processor": None}
+        self._model = bare["model"]
+        self._text = tokenizers.Tokenizer.from_str(json.dumps(bare))
+        self.size = max(self._tokenizer.get_vocab().values()) + 1
+        self.end, self.start = self._id(END), self._id(START)
+        self.no_timestamps = self._id(NO_TIMESTAMPS)
+        self.first_timestamp = self._id(TIMESTAMPS[0])
+        self.languages = {
+            code: i
+            for code in LANGUAGES
+            if (i := self._tokenizer.token_to_id(f"<|{code}|>")) is not None
+        }
+        self.multilingual = multilingual
+
+    @classmethod
+    def read(cls, folder: Path, key: str) -> WhisperTokens:
+        """From a Hugging Face folder or its tokenizer.json; `key` is the recipe key that named it."""
+        file = folder / "tokenizer.json" if folder.is_dir() else folder
+        folder = file.parent
+        if not file.is_file() and not (folder / "vocab.json").is_file():
+            raise RecipeError(
+                f"{key}: {file} does not exist, nor vocab.json and merges.txt beside it; name a "
+                "folder with Whisper's tokenizer"
+            )
+        from tokenizers import AddedToken, Tokenizer
+
+        try:
+            tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_parts(folder)
+        except Exception as error:  # the library raises nothing narrower
+            raise RecipeError(f"{key}: {folder} holds no sound tokenizer ({error})") from None
+        if tokenizer.token_to_id(TIMESTAMPS[0]) is None:  # folders of 2022 leave them out
+            tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
+        _check(tokenizer, f"{key}: {folder}")
+        return cls(tokenizer.to_str(), _is_multilingual(folder, tokenizer))
+
+    @classmethod
+    def learn(cls, texts: Iterable[str], size: int) -> WhisperTokens:
+        """The 256 bytes and at most `size` longer units: fewer when no further pair occurs twice.
+
+        A function of the texts alone, whatever the number of threads or the hash seed.
+        """
+        from tokenizers import pre_tokenizers, trainers
+
+        tokenizer = _byte_level({}, [])
+        trainer = trainers.BpeTrainer(
+            vocab_size=BYTES + size,
+            min_frequency=2,
+            show_progress=False,
+            special_tokens=[],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        )
+        tokenizer.train_from_iterator((drop_marks(text) for text in texts), trainer)
+        learned = json.loads(tokenizer.to_str())["model"]
+        return cls._made(learned["vocab"], [(a, b) for a, b in learned["merges"]])
+
+    @classmethod
+    def plain_bytes(cls) -> WhisperTokens:
+        """One token per byte of UTF-8."""
+        return cls.learn((), 0)
+
+    @classmethod
+    def _made(cls, vocab: dict[str, int], merges: list[tuple[str, str]]) -> WhisperTokens:
+        from tokenizers import processors
+
+        tokenizer = _byte_level(vocab | {END: len(vocab)}, merges)
+        _add_special(tokenizer)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{START} {NO_TIMESTAMPS} $A {END}",
+            special_tokens=[(t, tokenizer.token_to_id(t)) for t in (START, NO_TIMESTAMPS, END)],
+        )
+        return cls(tokenizer.to_str(), multilingual=False)
+
+    @staticmethod
+    def from_json(saved: Mapping[str, Any]) -> WhisperTokens:
+        if saved.get("kind") != "whisper":
+            raise DataError(f"the saved tokenizer has kind {saved.get('kind')!r}; expected whisper")
+        return WhisperTokens(saved["tokenizer"], saved["multilingual"])
+
+    def to_json(self) -> dict[str, Any]:
+        document = self._tokenizer.to_str()
+        return {"kind": "whisper", "tokenizer": document, "multilingual": self.multilingual}
+
+    def prompt(self, language: str | None, task: str, timestamps: bool) -> list[int]:
+        """What the decoder is given before it speaks. Only a multilingual model hears of the
+        language and the task (transcribe or translate, the latter into English)."""
+        prompt = [self.start]
+        if self.multilingual:
+            prompt += [self.languages[self._code(language)], self._id(f"<|{task}|>")]
+        else:
+            self._refuse_for_one_language(language, task)
+        return prompt if timestamps else [*prompt, self.no_timestamps]
+
+    def encode(self, text: str, timestamps: bool = False) -> list[int]:
+        """Ids of a transcript, without prompt and end. transformers adds no space in front of a
+        transcript, so neither does muster. Marks such as <|1.20|> become tokens or are dropped."""
+        return self.encode_all([text], timestamps)[0]
+
+    def encode_all(self, texts: Sequence[str], timestamps: bool = False) -> list[list[int]]:
+        split = [_MARK.split(text if timestamps else drop_marks(text)) for text in texts]
+        pieces = [piece for parts in split for piece in parts[::2]]
+        encoded = iter(self._text.encode_batch_fast(pieces, add_special_tokens=False))
+        found = []
+        for parts in split:
+            ids: list[int] = list(next(encoded).ids)
+            for mark in parts[1::2]:
+                ids += [self._timestamp(mark), *next(encoded).ids]
+            found.append(ids)
+        return found
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text alone. Bytes that are no UTF-8 become U+FFFD."""
+        kept = [i for i in ids if i < self.size and not self._is_timestamp(i)]
+        text: str = self._tokenizer.decode(kept, skip_special_tokens=True)
+        return text
+
+    def segments(self, ids: Iterable[int]) -> list[Segment]:
+        """The stretches of text between marks of time. Ids without marks are one that begins at 0."""
+        found: list[Segment] = []
+        start, pending = 0.0, list[int]()
+        for i in (*ids, None):
+            if i is not None and not self._is_timestamp(i):
+                pending.append(i)
+                continue
+            time = None if i is None else (i - self.first_timestamp) / PER_SECOND
+            if (text := self.decode(pending)).strip():
+                found.append((start, time, text))
+            start, pending = time or 0.0, []
+        return found
+
+    @property
+    def suppress(self) -> tuple[int, ...]:
+        """Special tokens that no transcript holds."""
+        ids = (self._tokenizer.token_to_id(token) for token in (START, *TASKS, *NEVER_SPOKEN))
+        return tuple(i for i in ids if i is not None)
+
+    @property
+    def suppress_first(self) -> tuple[int, ...]:
+        """What Whisper never begins with: a lone space, and the end."""
+        return (*self.encode(" "), self.end)
+
+    def files(self) -> dict[str, bytes]:
+        """The tokenizer's part of a folder that transformers' WhisperProcessor loads."""
+        added = json.loads(self._tokenizer.to_str())["added_tokens"]
+        special = [token["content"] for token in added if token["special"]]
+        names: dict[str, Any] = dict.fromkeys(
+            ("bos_token", "eos_token", "unk_token", "pad_token"), END
+        )
+        names["additional_special_tokens"] = [name for name in special if name != END]
+        config = {
+            **names,
+            "add_prefix_space": False,
+            "clean_up_tokenization_spaces": False,
+            "language": None,
+            "model_max_length": 1024,
+            "predict_timestamps": False,
+            "processor_class": "WhisperProcessor",
+            "task": None,
+            "tokenizer_class": "WhisperTokenizer",
+        }
+        merges = ["#version: 0.2", *(" ".join(pair) for pair in self._model["merges"]), ""]
+        return {
+            "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": _to_bytes(config),
+            "special_tokens_map.json": _to_bytes(names),
+            "vocab.json": _to_bytes(self._model["vocab"]),
+            "merges.txt": "\n".join(merges).encode(),
+        }
+
+    def generation_config(
+        self,
+        suppress: Sequence[int] = (),
+        suppress_first: Sequence[int] = (),
+        language: str | None = None,
+        task: str = "transcribe",
+    ) -> dict[str, Any]:
+        """generation_config.json. A multilingual model given no language detects it by itself."""
+        config: dict[str, Any] = {
+            "bos_token_id": self.end,
+            "decoder_start_token_id": self.start,
+            "eos_token_id": self.end,
+            "pad_token_id": self.end,
+            "no_timestamps_token_id": self.no_timestamps,
+            "prev_sot_token_id": self._id("<|startofprev|>"),
+            "suppress_tokens": list(suppress) or None,
+            "begin_suppress_tokens": list(suppress_first) or None,
+            "max_initial_timestamp_index": PER_SECOND,
+            "max_length": POSITIONS,
+            "is_multilingual": self.multilingual,
+            "return_timestamps": False,
+        }
+        if self.multilingual:
+            config["lang_to_id"] = {f"<|{code}|>": i for code, i in self.languages.items()}
+            config["task_to_id"] = {t: self._id(f"<|{t}|>") for t in ("transcribe", "translate")}
+            config["task"] = task
+            if language is not None:
+                config["language"] = self._code(language)
+        return config
+
+    def _id(self, token: str) -> int:
+        i: int | None = self._tokenizer.token_to_id(token)
+        if i is None:
+            raise DataError(f"the tokenizer lacks {token}, which every Whisper model has")
+        return i
+
+    def _is_timestamp(self, i: int) -> bool:
+        return 0 <= i - self.first_timestamp < len(TIMESTAMPS)
+
+    def _timestamp(self, seconds: str) -> int:
+        tick = round(float(seconds) * PER_SECOND)
+        if tick >= len(TIMESTAMPS):
+            raise DataError(
+                f"a transcript has the mark <|{seconds}|>, and Whisper's marks end at <|30.00|>; cut "
+                "the clip into shorter ones, or set data.timestamps=false, which drops all marks"
+            )
+        return self.first_timestamp + tick
+
+    def _code(self, language: str | None) -> str:
+        code = language_code(language) if language else None
+        if code in self.languages:
+            return code
+        known = ", ".join(self.languages)
+        if not language:
+            raise RecipeError(
+                "data.language: a multilingual Whisper is told the language that is spoken; set it, "
+                f"as in data.language=en, to one of {known}"
+            )
+        names = [name for code in self.languages for name in (code, LANGUAGES[code])]
+        near = difflib.get_close_matches(language.lower(), names, n=3)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise RecipeError(
+            f"data.language: {language} is no language of this model; {hint}It knows {known}"
+        )
+
+    def _refuse_for_one_language(self, language: str | None, task: str) -> None:
+        """A tokenizer of muster's own names no language, so its model learns whatever is spoken."""
+        if self.languages and language and language_code(language) != "en":
+            raise RecipeError(
+                f"data.language: {language} was asked of a model that knows English alone; take a "
+                "multilingual one (a name without .en), or set data.language=en"
+            )
+        if task != "transcribe":
+            raise RecipeError(
+                f"data.speech_task: {task} needs a multilingual model; set it to transcribe"
+            )
+
+
+def in_time(text: str) -> bool:
+    """Whether every mark in the text lies within Whisper's 30 s."""
+    return all(round(float(m) * PER_SECOND) < len(TIMESTAMPS) for m in _MARK.findall(text))
+
+
+def drop_marks(text: str) -> str:
+    """The transcript as it reads without marks of time."""
+    return _MARKS.sub(" ", text).strip() if _MARK.search(text) else text
+
+
+def preprocessor_config(mels: int) -> dict[str, Any]:
+    """preprocessor_config.json: what transformers' WhisperFeatureExtractor must do."""
+    return {
+        "chunk_length": 30,
+        "dither": 0.0,
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": mels,
+        "hop_length": 160,
+        "n_fft": 400,
+        "n_samples": 480000,
+        "nb_max_frames": 3000,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "processor_class": "WhisperProcessor",
+        "return_attention_mask": False,
+        "sampling_rate": 16000,
+    }
+
+
+def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _from_parts(folder: Path) -> Tokenizer:
+    """vocab.json and merges.txt; the special tokens are those that every Whisper has, with as many
+    languages as config.json has rows for."""
+    from tokenizers import models
+
+    vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer = _byte_level(vocab, merges)
+    rows = _read_json(folder / "config.json").get("vocab_size", 0)
+    others = len((END, START, *TASKS, *NEVER_SPOKEN, NO_TIMESTAMPS, *TIMESTAMPS))
+    count = rows - vocab.get(END, len(vocab)) - others if rows else 99
+    _add_special(tokenizer, list(LANGUAGES)[: max(count, 0)])
+    return tokenizer
+
+
+def _add_special(tokenizer: Tokenizer, languages: Iterable[str] = ()) -> None:
+    from tokenizers import AddedToken
+
+    special = (END, START, *(f"<|{code}|>" for code in languages), *TASKS, *NEVER_SPOKEN)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in (*special, NO_TIMESTAMPS)]
+    )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
+
+
+def _check(tokenizer: Tokenizer, where: str) -> None:
+    vocab = tokenizer.get_vocab()
+    for token in (END, START, *TASKS, "<|startofprev|>", NO_TIMESTAMPS):
+        if token not in vocab:
+            raise RecipeError(f"{where} holds no tokenizer of Whisper: it lacks {token}")
+    first = vocab[NO_TIMESTAMPS] + 1
+    if [vocab.get(token) for token in TIMESTAMPS] != list(range(first, first + len(TIMESTAMPS))):
+        raise RecipeError(
+            f"{where}: the marks {TIMESTAMPS[0]} to {TIMESTAMPS[-1]} must be the {len(TIMESTAMPS)} "
+            f"ids after {NO_TIMESTAMPS}, as in OpenAI's models"
+        )
+
+
+def _is_multilingual(folder: Path, tokenizer: Tokenizer) -> bool:
+    """As generation_config.json says; older folders tell by their text tokens: GPT-2's, English."""
+    if tokenizer.token_to_id("<|en|>") is None:
+        return False
+    said = _read_json(folder / "generation_config.json").get("is_multilingual")
+    return said if isinstance(said, bool) else tokenizer.token_to_id(END) != 50256
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _to_bytes(document: object) -> bytes:
+    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

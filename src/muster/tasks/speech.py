@@ -1,0 +1,84 @@
+"""What the two speech tasks share: their clips, SpecAugment's draws, the score of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from muster.data import corpus
+from muster.data.corpus import Split
+from muster.data.features import Augmentation, draw
+from muster.data.speech import SpeechLimits, SpeechSample, SpeechSource
+from muster.evaluate.error_rates import EditCounts, count
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Counts, Example, Score
+
+
+def speech_files(recipe: Recipe, split: Split) -> list[Path]:
+    data = recipe.data
+    return corpus.split_files(data.train, data.validation, data.test, split, data.max_parquet_files)
+
+
+def speech_source(
+    recipe: Recipe, split: Split, *, lowercase: bool, longest: float = float("inf")
+) -> SpeechSource:
+    """The clips of a split. `longest` is the most seconds that the model takes."""
+    data = recipe.data
+    limits = SpeechLimits(
+        sample_rate=data.sample_rate,
+        min_seconds=data.min_seconds,
+        max_seconds=min(data.max_seconds, longest),
+        max_bad_fraction=data.max_bad_fraction,
+        lowercase=lowercase if data.lowercase == "auto" else data.lowercase,
+        cache_bytes=int(data.cache_gib * 2**30),
+        long_clips=data.long_clips,
+        shuffle=data.shuffle,
+    )
+    return SpeechSource(speech_files(recipe, split), limits, data.audio_column, data.text_column)
+
+
+def pad_waves(samples: Sequence[SpeechSample], size: int | None = None) -> Tensor:
+    """`[clips, size]`, zeros after each clip; by default as long as the longest."""
+    waves = np.zeros((len(samples), size or max(len(s.samples) for s in samples)), np.float32)
+    for row, sample in zip(waves, samples, strict=True):
+        row[: len(sample.samples)] = sample.samples
+    return torch.from_numpy(waves)
+
+
+def augmentation(
+    recipe: Recipe, samples: Sequence[SpeechSample], epoch: int | None, mels: int
+) -> dict[str, Tensor]:
+    """Each clip's draw from (seed, epoch, clip); nothing in evaluation or where the recipe says so."""
+    if epoch is None or recipe.data.spec_augment is None:
+        return {}
+    options = Augmentation(**recipe.data.spec_augment.model_dump())
+    keys = [(recipe.seed, epoch, sample.id) for sample in samples]
+    bands, stretches, warp = zip(*(draw(key, mels, options) for key in keys), strict=True)
+    return {
+        "bands": torch.from_numpy(np.stack(bands)),
+        "stretches": torch.from_numpy(np.stack(stretches)),
+        "warp": torch.tensor(warp),
+    }
+
+
+def word_score(clips: Iterable[tuple[int, str, str]]) -> Score:
+    """From (id, reference, hypothesis) of each clip. One without a reference says nothing that
+    counts, or turned out broken."""
+    total, examples = EditCounts(), []
+    for sample_id, reference, hypothesis in clips:
+        if not reference:
+            continue
+        counts = count(reference, hypothesis)
+        examples.append(Example(sample_id, reference, hypothesis, counts.word_edits))
+        total += counts
+    return Score(asdict(total), examples)
+
+
+def word_rates(counts: Counts) -> dict[str, float]:
+    total = EditCounts(**{name: int(value) for name, value in counts.items()})
+    return {"wer": total.wer, "cer": total.cer, **counts}

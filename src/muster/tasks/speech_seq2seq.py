@@ -1,0 +1,351 @@
+"""Speech recognition with Whisper: log-mel on the device, an encoder, a decoder that writes tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster import models
+from muster.data import windows
+from muster.data.corpus import Split
+from muster.data.features import apply_masks
+from muster.data.loader import IGNORE, Batch, Inputs
+from muster.data.speech import SpeechSample, SpeechSource
+from muster.data.whisper_features import WhisperLogMel
+from muster.data.whisper_targets import pair
+from muster.data.whisper_text import WhisperTokens, in_time
+from muster.errors import RecipeError
+from muster.evaluate.normalise import make_normaliser, read_spelling
+from muster.models import huggingface, whisper_folder
+from muster.models.weights import Weights
+from muster.models.whisper import FreshWhisper, Whisper, WhisperConfig
+from muster.models.whisper_folder import Generation
+from muster.models.whisper_search import Search
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.likelihood import negative_log_likelihood
+from muster.tasks.speech import (
+    augmentation,
+    pad_waves,
+    speech_files,
+    speech_source,
+    word_rates,
+    word_score,
+)
+
+RATE = 16000  # Hz, of everything Whisper hears
+HOP = 160  # samples per frame; two frames make a position of the encoder
+BEAMS = 5
+TOKEN_MULTIPLE = 32
+
+
+class SpeechSeq2Seq:
+    """Whisper, pretrained or fresh, over clips padded to a window."""
+
+    def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
+        self.recipe = recipe
+        self._sources: dict[Split, SpeechSource | None] = {}
+        self._folder: Path | None = None
+        if recipe.data.sample_rate != RATE:
+            raise RecipeError(
+                f"data.sample_rate: Whisper hears {RATE} Hz, not {recipe.data.sample_rate}; leave it "
+                "out, and clips of other rates are resampled"
+            )
+        if assets is None:
+            self._folder = _pretrained(recipe)
+            self.config = self._configure()
+            self.tokens = self._tokenize()
+            self.generation = Generation(self.tokens.suppress, self.tokens.suppress_first)
+            self.spelling: dict[str, str] | None = None
+            if self._folder is not None:
+                self.generation = whisper_folder.read_generation(self._folder)
+                self.spelling = read_spelling(self._folder)
+        else:
+            self.tokens = WhisperTokens.from_json(assets["tokens"])
+            self.config = WhisperConfig(**assets["config"])
+            self.generation = Generation.from_json(assets["generation"])
+            self.spelling = assets["spelling"]
+            self.buckets = tuple(assets["buckets"])
+        self._check()
+        data = recipe.data
+        self.prompt = self.tokens.prompt(data.language, data.speech_task, data.timestamps)
+        self.logmel = WhisperLogMel(self.config.mels)
+        self.normalise = make_normaliser(self._normaliser(), self.spelling)
+
+    @property
+    def assets(self) -> dict[str, Any]:
+        return {
+            "tokens": self.tokens.to_json(),
+            "config": dataclasses.asdict(self.config),
+            "generation": dataclasses.asdict(self.generation),
+            "spelling": self.spelling,
+            "buckets": list(self.buckets),
+        }
+
+    @cached_property
+    def buckets(self) -> tuple[float, ...]:
+        """Window lengths to choose from, in seconds, that make the training clips pad least."""
+        source = self.source("train")
+        assert source is not None
+        found = windows.choose_lengths(
+            source.lengths, self.recipe.data.buckets, longest=self._longest
+        )
+        return tuple(sorted({*found, self._longest}))  # a clip to be scored may be longer
+
+    def build_model(self) -> nn.Module:
+        model = Whisper(self.config, freeze_encoder=self.recipe.model.freeze_encoder)
+        if (lora := self.recipe.model.lora) is not None:
+            from muster.models.lora import attach
+
+            attach(
+                model,
+                rank=lora.rank,
+                alpha=lora.alpha,
+                dropout=lora.dropout,
+                targets=lora.targets,
+            )
+        return model
+
+    def build_part(self, start: int, stop: int) -> nn.Module:
+        raise RecipeError("distributed.strategy: Whisper is not cut into stages; take ddp or fsdp")
+
+    def weights(self) -> Weights:
+        base: Weights = FreshWhisper(self.recipe.seed)
+        if self.recipe.model.pretrained:
+            self._folder = self._folder or _pretrained(self.recipe)
+            assert self._folder is not None
+            base = whisper_folder.WhisperWeights(self._folder, self.config)
+        if self.recipe.model.lora:
+            from muster.models.lora import AdapterWeights
+
+            base = AdapterWeights(base, self.recipe.seed)
+        return base
+
+    def source(self, split: Split) -> SpeechSource | None:
+        if split not in self._sources:
+            found = self._read(split) if speech_files(self.recipe, split) else None
+            if found is not None and self.recipe.data.timestamps:
+                found.keep([in_time(text) for text in found.texts], "a mark of time beyond 30 s")
+            if found is not None and split == "train":
+                self._fit_texts(found)
+            self._sources[split] = found
+        return self._sources[split]
+
+    def windows(self, lengths: Lengths, *, training: bool) -> Lengths:
+        """A clip to be scored that is longer than a fixed window gets all that the encoder has."""
+        asked: float | str = self.recipe.data.window
+        if not training and self.recipe.evaluation.window != "auto":
+            asked = self.recipe.evaluation.window
+        choice = self.buckets if isinstance(asked, str) else (asked,)
+        return windows.round_up_all(lengths, choice, self._longest)
+
+    def collate(
+        self, samples: Sequence[SpeechSample], epoch: int | None, longest: float | None = None
+    ) -> Batch:
+        lengths = [len(s.samples) for s in samples]
+        if longest is None:
+            longest = max(lengths) / RATE
+        training = epoch is not None
+        window = float(self.windows(np.array([longest]), training=training)[0])
+        waves = pad_waves(samples, round(window * RATE))
+        tokens, targets = pair(
+            self.prompt,
+            self.tokens.encode_all([s.text for s in samples], self.recipe.data.timestamps),
+            self.tokens.end,
+            self._room if training else None,
+            [s.broken for s in samples],
+        )
+        return Batch(
+            ids=[s.id for s in samples],
+            tensors={
+                "samples": waves,
+                "lengths": torch.tensor(lengths),
+                "tokens": tokens,
+                "targets": targets,
+                **augmentation(self.recipe, samples, epoch, self.config.mels),
+            },
+            units=int((targets != IGNORE).sum()),
+            filled=sum(lengths),
+            cells=waves.numel(),
+            amounts={"audio_s": sum(lengths) / RATE},
+        )
+
+    def prepare(self, batch: Batch) -> Batch:
+        samples, tensors = batch["samples"], batch.tensors
+        self.logmel.to(samples.device)
+        features = self.logmel(samples, tensors.get("warp"))
+        if "bands" in tensors:
+            frames = (batch["lengths"] / HOP).ceil()
+            features = apply_masks(features, frames, tensors["bands"], tensors["stretches"])
+        more = {"features": features}
+        size = batch["tokens"].shape[1]
+        missing = min(-size % TOKEN_MULTIPLE, self.config.target_positions - size)
+        if samples.device.type == "cuda" and missing > 0:  # few shapes: graphs stay warm
+            more["tokens"] = F.pad(batch["tokens"], (0, missing), value=self.tokens.end)
+            more["targets"] = F.pad(batch["targets"], (0, missing), value=IGNORE)
+        return batch.adding(**more)
+
+    def inputs(self, batch: Batch) -> Inputs:
+        return Inputs((batch["features"], batch["tokens"]))
+
+    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+        return self.ask(batch["features"], anyone)
+
+    def ask(
+        self, features: Tensor, anyone: Anyone = bool, timestamps: bool | None = None
+    ) -> Inputs:
+        """What makes the model write down what it hears; `timestamps`: with times, or as trained."""
+        options, data = self.recipe.evaluation, self.recipe.data
+        prompt = self.prompt
+        if timestamps is not None:
+            prompt = self.tokens.prompt(data.language, data.speech_task, timestamps)
+        else:
+            timestamps = data.timestamps
+        beams = BEAMS if options.beam_width == "auto" else options.beam_width
+        search = Search(
+            end=self.tokens.end,
+            limit=min(options.max_tokens, self.config.target_positions - len(prompt)),
+            beams=beams if options.decoder == "beam" else 1,
+            suppress=self.generation.suppress,
+            suppress_first=self.generation.suppress_first,
+            first_timestamp=self.tokens.first_timestamp if timestamps else None,
+            anyone=anyone,
+        )
+        rows = torch.tensor([prompt], device=features.device).expand(len(features), -1)
+        return Inputs((features, rows, search))
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        smoothing = self.recipe.training.label_smoothing
+        return negative_log_likelihood(
+            output, batch["targets"], self.config.vocab, "sum", smoothing
+        )
+
+    def score(self, output: Tensor, batch: Batch) -> Score:
+        references = [
+            self.tokens.decode([t for t in row if t != IGNORE]) for row in batch["targets"].tolist()
+        ]
+        said = zip(batch.ids, references, self.decode(output), strict=True)
+        return word_score((i, self.normalise(r), self.normalise(h)) for i, r, h in said)
+
+    def summarise(self, counts: Counts) -> dict[str, float]:
+        return word_rates(counts)
+
+    def decode(self, output: Tensor) -> list[str]:
+        """Token ids `[batch, time]` to text."""
+        return [self.tokens.decode(row).strip() for row in output.tolist()]
+
+    @property
+    def _longest(self) -> float:
+        """Seconds that the encoder has positions for."""
+        return self.config.source_positions * 2 * HOP / RATE
+
+    @property
+    def _room(self) -> int:
+        """Tokens of text that fit into the decoder beside the prompt."""
+        return self.config.target_positions - len(self.prompt)
+
+    @cache  # noqa: B019 - a task lives as long as its run
+    def _read(self, split: Split) -> SpeechSource:
+        asked, longest = self.recipe.data.window, self._longest
+        if split == "train" and isinstance(asked, float):
+            longest = min(longest, asked)
+        return speech_source(self.recipe, split, lowercase=False, longest=longest)
+
+    def _fit_texts(self, source: SpeechSource) -> None:
+        """Transcripts beyond the decoder's positions are left out or cut, as the recipe says."""
+        texts, room = source.texts, self._room
+        doubtful = [i for i, text in enumerate(texts) if len(text.encode()) > room]
+        encoded = self.tokens.encode_all([texts[i] for i in doubtful], self.recipe.data.timestamps)
+        long = {i for i, ids in zip(doubtful, encoded, strict=True) if len(ids) > room}
+        why = f"the transcript has more than {room} tokens, all that the decoder has room for"
+        if self.recipe.data.long_texts == "cut":
+            source.note(sorted(long), f"{why}: cut there")
+        else:
+            source.keep([i not in long for i in range(len(texts))], why)
+
+    def _configure(self) -> WhisperConfig:
+        wanted = self.recipe.model
+        if self._folder is not None:
+            config = whisper_folder.read_config(self._folder)
+            return dataclasses.replace(config, dropout=wanted.dropout)
+        known = [n for n, c in models.PRESETS.items() if isinstance(c, WhisperConfig)]
+        if wanted.preset not in known:
+            raise RecipeError(
+                f"model.preset: {wanted.preset!r} is no Whisper; take one of {', '.join(known)}, or "
+                "name pretrained weights with model.pretrained"
+            )
+        found = models.configure(wanted.preset, dropout=wanted.dropout)
+        assert isinstance(found, WhisperConfig)
+        return found
+
+    def _tokenize(self) -> WhisperTokens:
+        """The tokenizer; a fresh model's vocabulary becomes as large as its tokenizer's."""
+        wanted, fresh = self.recipe.data.tokenizer, self._folder is None
+        kind = wanted.kind
+        if kind == "auto":
+            kind = "subwords" if fresh and wanted.path is None else "huggingface"
+        if kind == "huggingface":
+            if wanted.path is None and self._folder is None:
+                raise RecipeError(
+                    "data.tokenizer.path: needed for data.tokenizer.kind=huggingface: the folder of "
+                    "a Whisper model"
+                )
+            if wanted.path is not None:
+                tokens = WhisperTokens.read(Path(wanted.path).expanduser(), "data.tokenizer.path")
+            else:
+                assert self._folder is not None
+                tokens = WhisperTokens.read(self._folder, "model.pretrained")
+        elif kind == "bytes":
+            tokens = WhisperTokens.plain_bytes()
+        elif kind == "subwords":
+            tokens = WhisperTokens.learn(self._read("train").texts, wanted.vocabulary_size)
+        else:
+            raise RecipeError(
+                f"data.tokenizer.kind: {kind} is for speech-ctc; speech-seq2seq takes subwords, bytes "
+                "or huggingface"
+            )
+        if fresh:
+            vocab = self.recipe.model.vocab_size or tokens.size
+            self.config = dataclasses.replace(self.config, vocab=vocab)
+        return tokens
+
+    def _check(self) -> None:
+        if self.tokens.size > self.config.vocab:
+            raise RecipeError(
+                f"data.tokenizer: it has {self.tokens.size} ids, the model's embedding only "
+                f"{self.config.vocab} rows; take the tokenizer that belongs to the model"
+            )
+        asked = {
+            "data.window": self.recipe.data.window,
+            "evaluation.window": self.recipe.evaluation.window,
+        }
+        for key, seconds in asked.items():
+            if isinstance(seconds, str):
+                continue
+            if seconds > self._longest or not math.isclose(seconds * 50, round(seconds * 50)):
+                raise RecipeError(
+                    f"{key}: {seconds} s; the encoder takes multiples of 0.02 s up to "
+                    f"{self._longest:g} s, or `bucket`"
+                )
+
+    def _normaliser(self) -> Literal["whisper", "basic", "none"]:
+        asked = self.recipe.evaluation.normalizer
+        if asked != "auto":
+            return asked
+        spoken = self.recipe.data.language or ("" if self.tokens.multilingual else "en")
+        return "whisper" if spoken.lower() in ("en", "english") else "basic"
+
+
+def _pretrained(recipe: Recipe) -> Path | None:
+    if recipe.model.pretrained is None:
+        return None
+    return huggingface.locate(recipe.model.pretrained)
