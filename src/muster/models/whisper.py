@@ -82,7 +82,9 @@ class WhisperAttention(nn.Module):
                 cache.heard[self.layer] = (k, v)
             elif cache is not None:
                 k, v = cache.append(self.layer, k, v)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal and q.shape[2] > 1)
+        if cache is not None:  # one new token sees all that came before it
+            causal = causal and q.shape[2] > 1
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

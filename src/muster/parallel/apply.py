@@ -17,6 +17,7 @@ from muster.parallel.blocks import (
 )
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
+from muster.parallel.graphs import Graphs
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
 from muster.parallel.mixtures import refuse_mixtures
@@ -71,7 +72,10 @@ def apply(
     if layout.plain and layout.world > 1:
         module, clock = replicate(parts[0], mesh, options.ddp)
         return TorchEngine(module, parts, optimizer, layout, clock=clock)
-    return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss)
+    graphs = None
+    if recipe.training.cuda_graphs and mesh.device.type == "cuda":
+        graphs = Graphs(mesh.device)
+    return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss, graphs=graphs)
 
 
 def _build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,7 @@ from muster.models.weights import Weights
 from muster.parallel import state
 from muster.parallel.ddp import GradientClock
 from muster.parallel.gradients import global_norm, local_gradients
+from muster.parallel.graphs import Graphs
 from muster.parallel.layout import Layout
 from muster.parallel.timing import Moment
 
@@ -81,21 +83,29 @@ class TorchEngine:
         *,
         clock: GradientClock | None = None,
         split_loss: bool = False,
+        graphs: Graphs | None = None,
     ) -> None:
         self.module, self.parts, self.optimizer, self.layout = module, parts, optimizer, layout
-        self._clock, self._split_loss = clock, split_loss
+        self._clock, self._split_loss, self._graphs = clock, split_loss, graphs
 
     def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
         losses = []
         for i, batch in enumerate(batches):
             with self._micro_step(last=i == len(batches) - 1), self._loss_context():
                 prepared = work.prepare(batch)
-                with work.autocast():
-                    inputs = work.inputs(prepared)
-                    loss = work.loss(self.module(*inputs.args, **inputs.shared), prepared)
-                (loss * work.scale).backward()
-            losses.append(whole(loss.detach()))
+                if self._graphs:
+                    loss = self._graphs.run(partial(self._compute, work), prepared, work.scale)
+                else:
+                    loss = self._compute(work, prepared, work.scale)
+            losses.append(whole(loss))
         return losses
+
+    def _compute(self, work: Work, prepared: Batch, scale: float | Tensor) -> Tensor:
+        with work.autocast():
+            inputs = work.inputs(prepared)
+            loss = work.loss(self.module(*inputs.args, **inputs.shared), prepared)
+        (loss * scale).backward()
+        return loss.detach()
 
     def _micro_step(self, last: bool) -> AbstractContextManager[Any]:
         """Gradients stay at home until the last micro-step of an optimizer step."""
@@ -130,7 +140,7 @@ class TorchEngine:
         self.optimizer.step()
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self._graphs is None)
 
     def ready(self) -> Moment | None:
         """When this rank's last gradients were computed, if others had to be waited for."""

@@ -10,6 +10,21 @@ from muster.recipe.schema import Recipe
 def refuse_mixtures(recipe: Recipe, layout: Layout) -> None:
     training, options = recipe.training, recipe.distributed
     cut = layout.tensor > 1
+    if training.cuda_graphs and (layout.world > 1 or layout.zero):
+        raise RecipeError(
+            f"training.cuda_graphs: work is recorded on one GPU alone; this is {layout}. Set it to "
+            "false, or train with --gpus 1"
+        )
+    if training.cuda_graphs and recipe.task not in ("speech-seq2seq", "causal-lm"):
+        raise RecipeError(
+            f"training.cuda_graphs: for speech-seq2seq and causal-lm; {recipe.task} waits for the GPU "
+            "within a step, which cannot be recorded. Set it to false"
+        )
+    if training.cuda_graphs and training.activation_checkpointing != "none":
+        raise RecipeError(
+            "training.cuda_graphs: blocks computed twice cannot be recorded; set it to false, or "
+            "training.activation_checkpointing to none"
+        )
     if recipe.model.lora and (layout.zero or cut or layout.pipeline > 1):
         raise RecipeError(
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "

@@ -110,6 +110,11 @@ class Training(Section):
         "pass; `selective` keeps the products of matrices too.",
     )
     compile: bool = Field(False, description="torch.compile each block, and the loss.")
+    cuda_graphs: bool = Field(
+        False,
+        description="Record the work of each batch shape and replay it with one call: faster where a "
+        "GPU waits for the program that feeds it. One GPU only; a CPU does without.",
+    )
     label_smoothing: Fraction = Field(
         0.0, description="speech-seq2seq: this share of each target is spread over all tokens."
     )
