@@ -53,8 +53,11 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def checkpoint(folder: Path, recipe: str, overrides: list[str]) -> tuple[Path, nn.Module]:
-    """A complete checkpoint of random weights, and the model that has them."""
+def checkpoint(
+    folder: Path, recipe: str, overrides: list[str], *, step: int = 1, noise: float = 0.0
+) -> tuple[Path, nn.Module]:
+    """A complete checkpoint of random weights, and the model that has them. `noise` is as if what
+    learns had learnt something by `step`."""
     loaded = load(recipe, overrides)
     task = build_task(loaded)
     model = task.build_model().eval()
@@ -64,15 +67,19 @@ def checkpoint(folder: Path, recipe: str, overrides: list[str]) -> tuple[Path, n
             p.data = weights.read(name, tuple(p.shape), everything, torch.device("cpu"))
             if "lora_B" in name:
                 p.data.normal_(0, 0.5)
-    step = folder / "checkpoints" / "step-1"
+    generator = torch.Generator().manual_seed(step)
+    for p in model.parameters():
+        if noise and p.requires_grad:
+            p.data += noise * torch.randn(p.shape, generator=generator)
+    saved = folder / "checkpoints" / f"step-{step}"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        dcp.save({"model": model.state_dict()}, checkpoint_id=step, no_dist=True)
-    (step / "recipe.json").write_text(json.dumps(loaded.as_dict()))
-    (step / "assets.json").write_text(json.dumps(task.assets))
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in step.iterdir()}
-    manifest: dict[str, Any] = {"format": FORMAT, "trainer": {"step": 1}, "files": files}
-    (step / "manifest.json").write_text(json.dumps(manifest))
+        dcp.save({"model": model.state_dict()}, checkpoint_id=saved, no_dist=True)
+    (saved / "recipe.json").write_text(json.dumps(loaded.as_dict()))
+    (saved / "assets.json").write_text(json.dumps(task.assets))
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": digest(p)} for p in saved.iterdir()}
+    manifest: dict[str, Any] = {"format": FORMAT, "trainer": {"step": step}, "files": files}
+    (saved / "manifest.json").write_text(json.dumps(manifest))
     return folder, model
 
 

@@ -9,54 +9,102 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from muster.data.whisper_text import preprocessor_config
+from muster.data.whisper_features import preprocessor_config
 from muster.errors import MusterError
 from muster.models import huggingface, lora, whisper_folder
+from muster.models.tensor_folder import refuse_full
+from muster.models.weights import Weights
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.train.checkpoint import Saved, load_model, open_checkpoint
+from muster.train import averaging
+from muster.train.checkpoint import Saved, load_model
 
 
-def export_checkpoint(checkpoint: Path, folder: Path, *, adapter: bool = False) -> None:
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    adapter: bool = False,
+    average: int = 1,
+    blend: float | None = None,
+) -> None:
     """A run's newest checkpoint, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
 
-    Without `adapter`, adapters are merged into the weights they stand beside.
+    Without `adapter`, adapters are merged into the weights they stand beside. `average` takes the
+    mean of so many checkpoints, that one the last; `blend` then goes only that share of the way from
+    the pretrained weights (WiSE-FT, Wortsman et al. 2022).
     """
     if not checkpoint.exists():
         raise MusterError(f"no checkpoint at {checkpoint}")
-    saved = open_checkpoint(checkpoint)
-    task = _task(saved)
-    options = task.recipe.model.lora
-    if adapter and options is None:
-        raise MusterError(
-            f"{saved.path} was trained without model.lora, so it has no adapters; leave --adapter out"
-        )
-    if adapter and task.recipe.model.pretrained is None:
-        raise MusterError(
-            f"{saved.path} has adapters on a model that was not pretrained, so nobody else has what "
-            "they stand beside; leave --adapter out to export the whole"
-        )
-    state = _weights(saved, task)
-    if adapter and options is not None:
-        lora.export_adapter(
-            folder,
-            task.config,
-            state,
-            rank=options.rank,
-            alpha=options.alpha,
-            base=_base(str(task.recipe.model.pretrained)),
-            family=task.family if isinstance(task, CausalLM) else None,
-        )
+    _check_options(adapter, average, blend)
+    refuse_full(folder.absolute())
+    chosen = averaging.last_checkpoints(checkpoint, average)
+    saved, task = chosen[0], _task(chosen[0])
+    if adapter:
+        _export_adapter(saved, task, folder)
         return
-    if options is not None:
-        state = lora.merged(state, options.alpha, options.rank)
+    base = None if blend is None else _pretrained(saved, task)
+    state = averaging.mean((_whole(one, task) for one in chosen), average)
+    if base is not None and blend is not None:
+        averaging.blend(state, base, blend)
     if isinstance(task, SpeechSeq2Seq):
         whisper_folder.export(folder, task.config, state, *_processor(task))
         return
     files, keys = _tokenizer(task)
     huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
+
+
+def _check_options(adapter: bool, average: int, blend: float | None) -> None:
+    if average < 1:
+        raise MusterError(f"--average {average}: expected a number of checkpoints, 1 or more")
+    if blend is not None and not 0 < blend <= 1:
+        raise MusterError(
+            f"--blend {blend}: expected more than 0, which would be the pretrained model, and at "
+            "most 1, the trained one"
+        )
+    mixed = "--average" if average > 1 else "--blend" if blend is not None else None
+    if adapter and mixed:
+        raise MusterError(
+            f"{mixed} is of whole weights, and two thin matrices cannot hold what comes of it; leave "
+            f"--adapter out, or {mixed}"
+        )
+
+
+def _export_adapter(saved: Saved, task: CausalLM | SpeechSeq2Seq, folder: Path) -> None:
+    options = task.recipe.model.lora
+    if options is None:
+        raise MusterError(
+            f"{saved.path} was trained without model.lora, so it has no adapters; leave --adapter out"
+        )
+    if task.recipe.model.pretrained is None:
+        raise MusterError(
+            f"{saved.path} has adapters on a model that was not pretrained, so nobody else has what "
+            "they stand beside; leave --adapter out to export the whole"
+        )
+    lora.export_adapter(
+        folder,
+        task.config,
+        _weights(saved, task),
+        rank=options.rank,
+        alpha=options.alpha,
+        base=_base(task.recipe.model.pretrained),
+        family=task.family if isinstance(task, CausalLM) else None,
+    )
+
+
+def _pretrained(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> Weights:
+    if task.recipe.model.pretrained is None:
+        raise MusterError(
+            f"{saved.path} was trained without model.pretrained, so there is nothing to blend it "
+            "with; leave --blend out"
+        )
+    try:
+        return task.weights()
+    except MusterError as error:
+        raise MusterError(f"--blend reads the pretrained model again: {error}") from None
 
 
 def _task(saved: Saved) -> CausalLM | SpeechSeq2Seq:
@@ -76,7 +124,13 @@ def _task(saved: Saved) -> CausalLM | SpeechSeq2Seq:
     return kinds[recipe.task](recipe, json.loads((saved.path / "assets.json").read_text()))
 
 
-def _weights(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, torch.Tensor]:
+def _whole(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
+    """Adapters merged: a mean of them would not be the mean of their products."""
+    state, options = _weights(saved, task), task.recipe.model.lora
+    return state if options is None else lora.merged(state, options.alpha, options.rank)
+
+
+def _weights(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = task.build_model()
     model.to_empty(device="cpu")

@@ -16,7 +16,7 @@ from torch import nn
 
 from muster.data.corpus import Split
 from muster.data.features import StreamingLogMel
-from muster.data.whisper_text import PER_SECOND
+from muster.data.windows import LONGEST, TICKS_PER_SECOND
 from muster.errors import MusterError, RecipeError
 from muster.models import whisper_folder
 from muster.parallel.layout import Layout
@@ -32,7 +32,6 @@ from muster.train.evaluate import Alone, Evaluation, evaluate
 
 CHUNK_S = 0.1
 BATCH = 16
-WINDOW_S = 30.0  # as long as Whisper's
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Recogniser:
     task: SpeechCTC | SpeechSeq2Seq
     model: nn.Module
     device: torch.device
-    longest: float = WINDOW_S  # seconds that it hears at a time
+    longest: float = LONGEST  # seconds that it hears at a time
     timed: bool = False  # it also writes down when things are said
 
     @property
@@ -117,7 +116,7 @@ def load_recogniser(
         )
     timed = found.recipe.data.timestamps if timestamps is None else timestamps
     # Without times it hears no more than it was trained on: the last bucket is the encoder's all.
-    longest = WINDOW_S if timed else task.buckets[-2:][0]
+    longest = LONGEST if timed else task.buckets[-2:][0]
     longest = min(longest, float(task.windows(np.array([longest]), training=False)[0]))
     return Recogniser(task, found.model, found.device, longest, timed)
 
@@ -138,7 +137,7 @@ def load_folder(
     """A pretrained Whisper as it is."""
     try:
         positions = whisper_folder.read_config(folder).source_positions
-        window = min(WINDOW_S, positions / PER_SECOND)
+        window = min(LONGEST, positions / TICKS_PER_SECOND)
         recipe = Recipe.model_validate(
             {
                 "task": "speech-seq2seq",

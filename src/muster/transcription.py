@@ -23,7 +23,8 @@ from muster.data import audio
 from muster.data.audio import Samples
 from muster.data.speech import SpeechSample
 from muster.data.whisper_languages import language_code
-from muster.data.whisper_text import PER_SECOND, WhisperTokens
+from muster.data.whisper_text import WhisperTokens
+from muster.data.windows import TICKS_PER_SECOND
 from muster.errors import DataError
 from muster.inference import BATCH, Recogniser
 from muster.subtitles import Segment, Transcript, join
@@ -291,7 +292,7 @@ def timed(tokens: WhisperTokens, window: Window, ids: list[int]) -> Heard:
     marked = tokens.segments(said)
     rest: float | None = None
     if len(said) > 1 and min(said[-2:]) >= tokens.first_timestamp:
-        rest = (said[-1] - tokens.first_timestamp) / PER_SECOND
+        rest = (said[-1] - tokens.first_timestamp) / TICKS_PER_SECOND
     elif tokens.end not in ids and len(marked) > 1 and marked[-1][1] is None:
         rest = marked.pop()[0]
     if rest is None or not GO_ON_S <= rest <= window.seconds - LEAST_S:

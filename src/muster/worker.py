@@ -68,15 +68,7 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         place.local_rank,
     )
     job = prepare(recipe, mesh, run, task)
-    done = train(job)
-    final = final_scores(job) if done == job.steps else None
-    results = {}
-    if mesh.first:
-        if final:
-            job.observer.evaluation(done, final.split, final.scores)
-        results = records.results_page(job, run, done) | records.scores_part(final)
-        write_json(run.path / "training_results.json", results)
-        run.update(state=results["status"], ended=time.time(), exit_code=0)
+    results = finish(job, run, train(job))
     job.observer.close()
     meshes.leave()
     return results
@@ -182,7 +174,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
 def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
     """What tells this data from other data, the same on all ranks or refused."""
     lengths = hashlib.sha256(source.lengths.tobytes())
-    lengths.update(getattr(source, "fingerprint", lambda: b"")())
+    lengths.update(source.fingerprint())
     mine = {
         "samples": len(source),
         "lengths": lengths.hexdigest(),
@@ -273,6 +265,26 @@ def final_scores(job: Job) -> Evaluation | None:
         if result is not None:
             return result
     return None
+
+
+def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+    """Score what was trained, and write the results: rank 0 returns them."""
+    final = final_scores(job) if done == job.steps else None
+    tell_broken(job.loader.source, job.mesh)
+    if not job.mesh.first:
+        return {}
+    if final:
+        job.observer.evaluation(done, final.split, final.scores)
+    results = records.results_page(job, run, done) | records.scores_part(final)
+    write_json(run.path / "training_results.json", results)
+    run.update(state=results["status"], ended=time.time(), exit_code=0)
+    return results
+
+
+def tell_broken(source: Source, mesh: Mesh) -> None:
+    """All ranks learn of the samples that broke on any of them, so that results count each once."""
+    for theirs in mesh.gather(dict(source.broken)):
+        source.broken.update(theirs)
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:

@@ -12,6 +12,7 @@ from muster.data import audio
 from muster.data.speech import SpeechLimits, SpeechSource, check_characters
 from muster.data.text import Characters
 from muster.errors import DataError
+from muster.recipe.data import Data
 
 GOOD = encode(tone(0.5))
 
@@ -146,6 +147,15 @@ def test_more_broken_clips_than_the_share_end_the_run_with_a_list(source):
     assert "; train.parquet row 19: " in words
     assert "data.max_bad_fraction above 0.150" in words
     assert "data inspect DATA --decode" in words
+
+
+def test_a_rank_of_many_judges_by_the_clips_it_has_met(source):
+    """Each of 64 ranks meets few of all clips: their share of the whole would stay small."""
+    flac = encode(np.random.default_rng(0).standard_normal(1600) * 0.1, container="FLAC")
+    made = source([*[flac[: len(flac) // 2]] * 11, *[GOOD] * 1600], max_bad_fraction=0.01)
+    assert all(made.load(i).broken for i in range(10))
+    with pytest.raises(DataError, match="11 of 1000 clips broke while training"):
+        made.load(10)
 
 
 def test_a_broken_clip_that_many_threads_load_at_once_is_counted_once(source, monkeypatch, caplog):
@@ -341,3 +351,11 @@ def test_row_groups_are_read_side_by_side(source):
     table.read = lambda group: both.wait() * 0 or read(group)  # passes only with another beside it
     with ThreadPoolExecutor(2) as pool:
         assert len(list(pool.map(made.load, [0, 3]))) == 2
+
+
+def test_what_a_source_assumes_is_what_a_recipe_says_by_default():
+    limits, recipe = SpeechLimits(), Data()
+    for key in ("sample_rate", "min_seconds", "max_seconds", "max_bad_fraction", "long_clips"):
+        assert getattr(limits, key) == getattr(recipe, key), key
+    assert limits.shuffle == recipe.shuffle
+    assert limits.cache_bytes == recipe.cache_gib * 2**30

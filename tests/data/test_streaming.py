@@ -8,7 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from clips import AUDIO, encode
+import torch
+from clips import AUDIO, encode, tone, write_parquet
+
+from muster.data.batches import CARRIED, BatchPlan
+from muster.data.loader import Batch, Loader
+from muster.data.speech import SpeechLimits, SpeechSource
 
 CLIPS, PER_GROUP, SECONDS = 2400, 32, 4  # 300 MB of WAV in row groups of 4 MB; 600 MB decoded
 BOUND_MB = 180  # 25 of row groups, 8 of kept clips, 45 of batches ahead, as much again of slack
@@ -90,3 +95,33 @@ def test_an_epoch_takes_little_memory_and_reads_each_row_group_about_once(corpus
 def test_the_same_without_row_groups_reads_them_over_and_over(corpus):
     found = run_epoch(corpus, "full", steps=6)
     assert found["reads"] > 5 * found["steps"], "or the test above shows nothing"
+
+
+@pytest.mark.parametrize(("windows", "pools"), [(False, 1), (True, (2 + CARRIED) / 2)])
+def test_every_rank_reads_every_row_group_once_and_keeps_two_stretches(tmp_path, windows, pools):
+    rows, per_group, ranks, batch, pool_batches = 480, 24, 2, 8, 6
+    clips = [encode(tone(0.1, 200 + i)) for i in range(rows)]
+    path = write_parquet(tmp_path / "a.parquet", clips, ["a"] * rows, AUDIO, per_group)
+    for rank in range(ranks):
+        source = SpeechSource([path], SpeechLimits(cache_bytes=0, shuffle="groups"))
+        row_groups, largest = source.files.row_groups, source.files.tables[0].sizes.max()
+        row_groups.budget = 0
+        plan = BatchPlan(
+            source.lengths,
+            batch,
+            seed=0,
+            pool_batches=pool_batches,
+            groups=source.groups,
+            windows=np.arange(rows) % 3.0 if windows else None,
+        )
+        source.reserve(plan.reach)
+        kept = pools * pool_batches * batch * largest / per_group
+        assert row_groups.budget == pytest.approx(2 * (kept + largest), rel=1e-3)
+        loader = Loader(source, plan, note_ids, rank=rank, ranks=ranks, workers=1)
+        steps = [b.ids for step in loader.steps(0, plan.steps_per_epoch) for b in step]
+        assert sum(map(len, steps)) == rows // ranks
+        assert row_groups.reads == {(0, group): 1 for group in range(rows // per_group)}
+
+
+def note_ids(samples, epoch, longest=None) -> Batch:
+    return Batch([s.id for s in samples], {"none": torch.zeros(1)}, 1, 1, 1)

@@ -1,6 +1,7 @@
 """Whisper's features equal transformers', clip by clip."""
 
 import io
+import json
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,8 +12,8 @@ from transformers import WhisperFeatureExtractor
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
 from muster.data.features import apply_masks, mel_points
-from muster.data.whisper_features import SLANEY, WhisperLogMel
-from real import FSDD, LIBRISPEECH, needs_speech
+from muster.data.whisper_features import SLANEY, WhisperLogMel, preprocessor_config
+from real import FSDD, LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
 
 def noise(count: int, seed: int = 0) -> np.ndarray:
@@ -129,3 +130,9 @@ def test_no_weights_travel_in_checkpoints():
 def test_a_window_is_made_of_whole_frames():
     with pytest.raises(ValueError, match="multiple of 160"):
         WhisperLogMel()(torch.zeros(1, 16001))
+
+
+@needs_whisper
+def test_the_features_asked_for_are_those_of_the_pretrained_folder():
+    folder = json.loads((WHISPER / "preprocessor_config.json").read_text())
+    assert {**preprocessor_config(80), **folder} == preprocessor_config(80)

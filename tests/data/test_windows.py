@@ -5,7 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from muster.data.windows import choose_lengths, round_up, round_up_all
+from muster.data.audio import SAMPLE_RATE
+from muster.data.whisper_features import HOP
+from muster.data.windows import LONGEST, TICKS_PER_SECOND, choose_lengths, round_up, round_up_all
+from muster.models.whisper import WhisperConfig
 
 
 def durations(count: int, seed: int = 0, longest: float = 30.0) -> np.ndarray:
@@ -102,3 +105,9 @@ def test_every_training_clip_fits_its_window():
     windows = round_up_all(seconds, lengths)
     assert (windows >= seconds - 1e-6).all()
     assert set(windows.tolist()) == set(lengths)
+
+
+def test_a_tick_is_a_position_of_whispers_encoder():
+    """Two frames make one; models cannot take the numbers from here."""
+    assert TICKS_PER_SECOND * 2 * HOP == SAMPLE_RATE
+    assert WhisperConfig.source_positions == LONGEST * TICKS_PER_SECOND

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from muster.errors import RecipeError
-from muster.recipe.aliases import TABLE
+from muster.recipe.aliases import TABLE, alias_table
 from muster.recipe.describe import keys
 from muster.recipe.load import load, read
 
@@ -45,7 +45,7 @@ def value_of(recipe: object, key: str) -> object:
 def test_the_table_leads_from_names_that_are_gone_to_keys_that_exist() -> None:
     for row in TABLE:
         assert row.old not in keys(), row.old
-        assert row.new in keys(), row.new
+        assert row.new in keys() or (row.note and not row.new and not row.when), row.old
 
 
 @pytest.mark.parametrize("row", [row for row in TABLE if row.when is None], ids=lambda row: row.old)
@@ -91,6 +91,43 @@ def test_an_fsdp_section_of_transformers_is_understood(tmp_path: Path) -> None:
     )
     message = refusal(file(tmp_path, FSDP_SECTION.format(prefetch="sometimes")))
     assert "fsdp_backward_prefetch: got sometimes, expected backward_pre or no_prefetch" in message
+
+
+STATE_DICT = "training.fsdp_config.fsdp_state_dict_type"
+
+
+@pytest.mark.parametrize("kind", ["full_state_dict", "SHARDED_STATE_DICT"])
+def test_the_kind_of_a_state_dict_changes_nothing_and_says_why(tmp_path: Path, kind: str) -> None:
+    plain, note = load("speech"), "checkpoints are always in shards"
+    loaded = read("speech", [f"{STATE_DICT}={kind}"])
+    assert loaded.recipe == plain
+    assert loaded.renamed[STATE_DICT].startswith(f"nothing: {note}")
+    assert "`muster export` writes whole weights" in loaded.renamed[STATE_DICT]
+    assert (
+        f"| `{STATE_DICT}` | `full_state_dict` or `sharded_state_dict`: says nothing; {note}"
+        in (alias_table())
+    )
+
+
+def test_a_kind_of_state_dict_that_muster_cannot_stand_for_is_refused() -> None:
+    assert refusal("speech", f"{STATE_DICT}=LOCAL_STATE_DICT") == (
+        f"{STATE_DICT}: got LOCAL_STATE_DICT, expected full_state_dict or sharded_state_dict"
+    )
+
+
+def test_the_kind_of_a_state_dict_is_tied_to_no_other_key(tmp_path: Path) -> None:
+    path = file(tmp_path, FSDP_SECTION.format(prefetch="backward_pre"))
+    loaded = read(path, ["checkpoint.asynchronous=false"])
+    assert not loaded.recipe.checkpoint.asynchronous
+    assert STATE_DICT in loaded.renamed
+    assert STATE_DICT not in read(path, [f"~{STATE_DICT}"]).renamed
+    with pytest.raises(RecipeError, match=r"checkpoint\.asynchronous: nothing to delete"):
+        read(path, ["~checkpoint.asynchronous"])
+
+
+def test_words_of_a_switch_are_read_in_either_case(tmp_path: Path) -> None:
+    path = file(tmp_path, FSDP_SECTION.format(prefetch="NO_PREFETCH"))
+    assert not load(path).distributed.fsdp.backward_prefetch
 
 
 def test_a_file_that_gives_both_names_different_values_is_refused(tmp_path: Path) -> None:

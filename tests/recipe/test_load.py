@@ -277,6 +277,6 @@ def test_a_resolved_recipe_that_is_gone_says_so(folder: Path) -> None:
 def test_read_tells_which_older_names_were_used(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="muster.recipe.load"):
         loaded = read("speech", ["training.learning_rate=0.1"])
-    assert caplog.messages == ["training.learning_rate is an older name of training.lr"]
+    assert caplog.messages == ["training.learning_rate is read as training.lr"]
     assert loaded.recipe.training.lr == 0.1
     assert loaded.renamed == {"training.learning_rate": "training.lr"}

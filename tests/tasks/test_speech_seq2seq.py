@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from muster.data.audio import SAMPLE_RATE
 from muster.data.loader import IGNORE
 from muster.data.speech import SpeechSample
 from muster.errors import RecipeError
 from muster.parallel.materialise import materialise
 from muster.recipe.load import load
-from muster.tasks.speech_seq2seq import RATE, SpeechSeq2Seq
+from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from real import LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def model_of(task: SpeechSeq2Seq) -> torch.nn.Module:
 
 
 def clip(i: int, seconds: float, text: str) -> SpeechSample:
-    noise = np.random.default_rng(i).normal(0, 0.1, round(seconds * RATE)).astype(np.float32)
+    noise = np.random.default_rng(i).normal(0, 0.1, round(seconds * SAMPLE_RATE)).astype(np.float32)
     return SpeechSample(i, noise, text)
 
 
@@ -65,10 +66,10 @@ def test_a_window_follows_the_longest_clip_of_the_global_batch(micro):
     longest = micro.buckets[-2] - 0.1
     batch = micro.collate(micro_batch, 0, longest)
     assert batch["samples"].shape[1] == round(
-        float(micro.windows(np.array([longest]), training=True)[0]) * RATE
+        float(micro.windows(np.array([longest]), training=True)[0]) * SAMPLE_RATE
     )
     assert batch.cells == batch["samples"].numel()
-    assert batch.filled == round(2.5 * RATE)
+    assert batch.filled == round(2.5 * SAMPLE_RATE)
 
 
 def test_a_clip_longer_than_a_fixed_window_is_scored_whole():
@@ -85,7 +86,7 @@ def test_scoring_takes_its_own_window_whatever_the_split():
     assert task.windows(lengths, training=True).tolist() == [30, 30, 30]
     assert task.windows(lengths, training=False).max() < 5
     batch = task.collate([clip(0, 1.0, "one")], None, 1.0)
-    assert batch["samples"].shape[1] < 2 * RATE
+    assert batch["samples"].shape[1] < 2 * SAMPLE_RATE
 
 
 def test_marks_of_time_beyond_thirty_seconds_leave_their_clip_out(tmp_path):
@@ -176,6 +177,19 @@ def test_what_cannot_be_is_refused_by_its_key(override, words):
         task_of(override)
 
 
+@needs_whisper
+@needs_speech
+def test_a_suppressed_token_that_the_model_does_not_have_is_refused(tmp_path):
+    for file in WHISPER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    rules = json.loads((WHISPER / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").unlink()
+    rules["suppress_tokens"] = [51864]
+    (tmp_path / "generation_config.json").write_text(json.dumps(rules))
+    with pytest.raises(RecipeError, match="suppresses token 51864, but the model has only 51864"):
+        task_of(f"model.pretrained={tmp_path}", f"data.train={LIBRISPEECH}", recipe="whisper")
+
+
 def test_a_checkpoint_carries_all_that_using_it_takes(micro):
     again = SpeechSeq2Seq(micro.recipe, json.loads(json.dumps(micro.assets)))
     assert again.buckets == micro.buckets
@@ -225,7 +239,9 @@ def test_pretrained_whisper_hears_what_transformers_hears():
         said = task.decode(model_of(task).eval()(*task.questions(batch, bool).args))
     theirs = WhisperForConditionalGeneration.from_pretrained(WHISPER, dtype=torch.float32)
     processor = WhisperProcessor.from_pretrained(WHISPER)
-    features = processor([s.samples for s in samples], sampling_rate=RATE, return_tensors="pt")
+    features = processor(
+        [s.samples for s in samples], sampling_rate=SAMPLE_RATE, return_tensors="pt"
+    )
     ids = theirs.generate(features.input_features, max_length=64)
     assert said == [t.strip() for t in processor.batch_decode(ids, skip_special_tokens=True)]
     assert task.summarise(task.score(ids, batch).counts)["wer"] < 0.4

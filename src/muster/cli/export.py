@@ -20,10 +20,19 @@ def export(
         bool,
         typer.Option("--adapter", help="Only the LoRA adapters, for peft; else they are merged."),
     ] = False,
+    average: Annotated[
+        int, typer.Option(metavar="N", help="The mean of the last so many checkpoints.")
+    ] = 1,
+    blend: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="From the pretrained weights (0) to the trained (1)."),
+    ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
     """A language model or a Whisper as a Hugging Face folder."""
     from muster.exchange import export_checkpoint
 
-    export_checkpoint(checkpoint_path(checkpoint, dir), folder, adapter=adapter)
+    export_checkpoint(
+        checkpoint_path(checkpoint, dir), folder, adapter=adapter, average=average, blend=blend
+    )
     console.print(f"written to {folder}", soft_wrap=True)

@@ -82,10 +82,9 @@ def evaluate(
         console.print(f"not scored: {count} {why}", markup=False)
     said, heard = _WORDS.get(trained.task.recipe.task, ("right", "found"))
     for example in result.worst[:worst]:
-        if example.edits:
-            console.print(
-                f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n", markup=False
-            )
+        console.print(
+            f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n", markup=False
+        )
 
 
 def _other_data(data: str, split: Split | None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Samples = NDArray[np.float32]
 
+SAMPLE_RATE = 16000  # Hz: what Whisper hears, and other models unless their recipe says otherwise
 ZEROS, ROLLOFF = 16, 0.945  # of the resampling filter: crossings, share of the lower Nyquist rate
 LARGEST_KERNEL = 1 << 20  # values of a filter bank in memory
 

@@ -85,7 +85,8 @@ def places(path: Path) -> list[Path]:
     return [elsewhere] if embedded or closed else [beside, elsewhere]
 
 
-def _stamp(path: Path, column: str) -> dict[str, Any]:
+def stamp(path: Path, column: str) -> dict[str, Any]:
+    """What a file is known by; taken before it is read, lest it be replaced meanwhile."""
     stat = path.stat()
     return {
         "version": INDEX_VERSION,
@@ -102,17 +103,17 @@ def load_index(path: Path, column: str) -> Any:
             document = json.loads(place.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(document, dict) and document.get("of") == _stamp(path, column):
+        if isinstance(document, dict) and document.get("of") == stamp(path, column):
             return document.get("clips")
     return None
 
 
-def save_index(path: Path, column: str, clips: Any) -> None:
+def save_index(path: Path, of: dict[str, Any], clips: Any) -> None:
     for place in places(path):
         temporary = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"of": _stamp(path, column), "clips": clips}))
+            temporary.write_text(json.dumps({"of": of, "clips": clips}))
             os.replace(temporary, place)
         except OSError:
             with contextlib.suppress(OSError):

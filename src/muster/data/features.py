@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from muster.data.audio import SAMPLE_RATE
 from muster.data.batches import keyed_generator
 
 WINDOW_S, HOP_S = 0.025, 0.010
@@ -78,7 +79,10 @@ class LogMel(nn.Module):
     """`[batch, samples]` and lengths → `[batch, frames, mels]` and lengths, padding zeroed."""
 
     def __init__(
-        self, sample_rate: int = 16000, mels: int = 80, normalize: Literal["clip", "fixed"] = "clip"
+        self,
+        sample_rate: int = SAMPLE_RATE,
+        mels: int = 80,
+        normalize: Literal["clip", "fixed"] = "clip",
     ) -> None:
         super().__init__()
         self.sample_rate = sample_rate
@@ -188,7 +192,10 @@ def draw(key: tuple[int, ...], mels: int, options: Augmentation) -> tuple[Masks,
 
 
 def apply_masks(features: Tensor, frames: Tensor, bands: Tensor, stretches: Tensor) -> Tensor:
-    """Set masked cells to zero, the mean of normalised features. One pass, no loop over clips.
+    """Set masked cells to zero. One pass, no loop over clips.
+
+    Zero is each channel's mean over the clip where features are normalised by clip. In fixed ones
+    and in Whisper's it is one level for all clips, amid those of speech.
 
     features `[batch, time, mel]`, bands `[batch, n, 2]` in channels, stretches `[batch, m, 2]` in
     shares of the clip.

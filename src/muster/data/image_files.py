@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from muster.data import parquet
-from muster.data.cache import load_index, save_index
+from muster.data.cache import load_index, save_index, stamp
 from muster.errors import DataError, MusterError
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class ParquetImages:
         path, (image, label) = self.paths[file], self._columns[file]
         groups = range(self._readers[file].num_row_groups)
         labels = [x for group in groups for x in self._read(file, group, label).to_pylist()]
+        of = stamp(path, image)
         verdicts = load_index(path, image)
         if verdicts is None:
             log.info("checking %d images of %s", len(labels), path.name)
@@ -157,7 +158,7 @@ class ParquetImages:
                     verdicts += pool.map(_examine, cells, repeat(path.parent))
                     lasting = lasting and all(_inside(cell) for cell in cells)
             if lasting:
-                save_index(path, image, verdicts)
+                save_index(path, of, verdicts)
         return [
             Row(
                 file, i, name, int(channels or 0), "the label is empty" if name is None else problem

@@ -178,6 +178,7 @@ class ImageSource:
             )
         self.labels = [place[label] for label in images.labels]
         self.lengths = np.ones(len(self.labels))
+        self.broken: dict[int, str] = {}
         self._cache: dict[int, Pixels] = {}
         self._room = cache_bytes // (channels * size * size)  # in images
 
@@ -197,6 +198,10 @@ class ImageSource:
 
     def reserve(self, samples: int) -> None:
         """Nothing to make room for: images lie apart."""
+
+    def fingerprint(self) -> bytes:
+        """Empty: images are told apart by their number alone."""
+        return b""
 
     def preload(self, threads: int) -> None:
         """Decode everything now, if the cache can hold it, rather than beside the first epoch."""

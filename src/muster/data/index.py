@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from muster.data import audio
 from muster.data.audio_folder import FolderClips
-from muster.data.cache import load_index, lock, save_index
+from muster.data.cache import load_index, lock, save_index, stamp
 from muster.data.parquet import AudioTable, Cells, FileProblem, ParquetClips
 from muster.errors import DataError
 
@@ -246,6 +246,7 @@ def _stale(index: Index, table: AudioTable, pool: ThreadPoolExecutor) -> set[int
 def _build(
     table: AudioTable, decode: bool, pool: ThreadPoolExecutor, tally: _Tally, room: _Room
 ) -> Index:
+    of = stamp(table.path, table.column)
     index = _kept(table, decode)  # another process may have been faster
     rows = np.arange(table.rows)
     if index is None:
@@ -273,7 +274,7 @@ def _build(
     for group, part in enumerate(pool.map(look, range(len(table.starts)))):
         index.take(inside[group], part)
     if index.to_json() != before:
-        save_index(table.path, table.column, index.to_json())
+        save_index(table.path, of, index.to_json())
     return index
 
 

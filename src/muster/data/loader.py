@@ -23,7 +23,12 @@ IGNORE = -100  # a target that does not count
 
 
 class Source(Protocol):
-    """Indexed samples, each with a length that stands for its cost."""
+    """Indexed samples, each with a length that stands for its cost.
+
+    `broken`: those that could not be read when their turn came, and why. A rank knows of its own.
+    """
+
+    broken: dict[int, str]
 
     @property
     def lengths(self) -> NDArray[np.float64]: ...
@@ -38,6 +43,10 @@ class Source(Protocol):
     def preload(self, threads: int) -> None: ...
     def reserve(self, samples: int) -> None:
         """So many samples, next to each other in the plan, will be wanted at a time."""
+        ...
+
+    def fingerprint(self) -> bytes:
+        """What else than the lengths decides the order of an epoch; empty where nothing does."""
         ...
 
 

@@ -70,6 +70,7 @@ class PackedSource:
         max_bad_fraction: float = 0.01,
     ) -> None:
         self.paths, self.length = list(paths), length
+        self.broken: dict[int, str] = {}
         self.stream = open_stream(self.paths, tokenizer, text_column)
         self.stream.bad.judge(self.stream.rows, max_bad_fraction)
         targets = len(self.stream.tokens) - 1

@@ -18,12 +18,14 @@ from muster.data import audio
 from muster.data.audio_files import AudioFiles, Rows, Texts
 from muster.data.index import Progress
 from muster.data.text import Vocabulary, normalise
+from muster.data.windows import LONGEST
 from muster.errors import DataError
 
 log = logging.getLogger(__name__)
 
 NAMED_PROBLEMS = 5
 BROKEN = "broken while training"
+FAIR_SAMPLE = 1000  # clips to have met before the share of broken ones among them says much
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,9 @@ class SpeechSample:
 class SpeechLimits:
     """Which rows are fit to train on, and how much of them may be in memory."""
 
-    sample_rate: int = 16000
+    sample_rate: int = audio.SAMPLE_RATE
     min_seconds: float = 0.1
-    max_seconds: float = 30.0
+    max_seconds: float = LONGEST
     max_bad_fraction: float = 0.01
     lowercase: bool = True
     cache_bytes: int = 1 << 30
@@ -52,9 +54,9 @@ class SpeechSource:
     """Indexed clips. `lengths[i]` is the duration of clip `i` in seconds; `load(i)` decodes it.
 
     `groups[i]` is the row group it lies in, where an epoch should go through the row groups one
-    after the other; None where any clip may follow any other. `left_out` and `cut` count clips
-    by what was the matter with them. A clip that cannot be decoded when its turn comes stays in the
-    plan, which a resumed run must find as it was, as silence.
+    after the other; None where any clip may follow any other. `cut` counts clips that are used in
+    part, by why. A clip that cannot be decoded when its turn comes is noted in `broken` and stays in
+    the plan, which a resumed run must find as it was, as silence.
     """
 
     def __init__(
@@ -66,14 +68,15 @@ class SpeechSource:
         progress: Progress | None = None,
     ) -> None:
         self.limits = limits
-        self.left_out: Counter[str] = Counter()
+        self._left_out: Counter[str] = Counter()
         self.cut: Counter[str] = Counter()
         self.files = AudioFiles(paths, audio_column, text_column)
         rows = self.files.read_rows(lambda text: normalise(text, limits.lowercase), progress)
         self._set_rows(self._usable(rows))
         self._cache: dict[int, audio.Samples] = {}
         self._cached_bytes = 0
-        self._broken: dict[int, str] = {}
+        self.broken: dict[int, str] = {}
+        self._met = np.zeros(len(self.rows), bool)
         self._lock = threading.Lock()
         streams = limits.shuffle == "groups"
         if limits.shuffle == "auto":
@@ -83,6 +86,11 @@ class SpeechSource:
     def _set_rows(self, rows: Rows) -> None:
         self.rows = rows
         self.lengths = np.minimum(rows.seconds, self.limits.max_seconds)
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """How many clips are not learnt from, by what was the matter with them."""
+        return {**self._left_out, **({BROKEN: len(self.broken)} if self.broken else {})}
 
     @property
     def texts(self) -> Texts:
@@ -101,7 +109,8 @@ class SpeechSource:
 
     def load(self, index: int) -> SpeechSample:
         samples = self._cache.get(index)
-        if index in self._broken:
+        self._met[index] = True
+        if index in self.broken:
             return self._silence(index)
         if samples is None:
             try:
@@ -127,18 +136,18 @@ class SpeechSource:
 
     def _note_broken(self, index: int, why: str) -> None:
         with self._lock:
-            if index in self._broken:
+            if index in self.broken:
                 return
-            self._broken[index] = why
-            self.left_out[BROKEN] += 1
-            found = list(self._broken.items())
+            self.broken[index] = why
+            found = list(self.broken.items())
+            met = min(len(self), max(FAIR_SAMPLE, int(self._met.sum())))
         log.warning("%s: %s; it counts for nothing in this run", self.name(index), why)
-        if len(found) > self.limits.max_bad_fraction * len(self):
+        if len(found) > self.limits.max_bad_fraction * met:
             named = "; ".join(f"{self.name(i)}: {why}" for i, why in found[:NAMED_PROBLEMS])
             raise DataError(
-                f"{len(found)} of {len(self)} clips broke while training ({named}"
+                f"{len(found)} of {met} clips broke while training ({named}"
                 f"{' …' if len(found) > NAMED_PROBLEMS else ''}); mend them, or raise "
-                f"data.max_bad_fraction above {len(found) / len(self):.3f}; for a new run, "
+                f"data.max_bad_fraction above {len(found) / met:.3f}; for a new run, "
                 "`muster data inspect DATA --decode` finds all such clips beforehand"
             )
 
@@ -149,8 +158,8 @@ class SpeechSource:
                 deque(pool.map(self.load, range(len(self))), maxlen=0)
 
     def reserve(self, samples: int) -> None:
-        """Make room for the row groups of a pool of so many clips, or each batch would read them
-        again. Called with the plan's `pool_batches` × `batch_size`."""
+        """Make room for the row groups of so many clips, the plan's `reach`, or each batch would read
+        them again."""
         if self.groups is not None:
             self.files.reserve(samples)
 
@@ -164,7 +173,7 @@ class SpeechSource:
         dropped = np.flatnonzero(~mask)
         if not len(dropped):
             return
-        self.left_out[why] += len(dropped)
+        self._left_out[why] += len(dropped)
         log.warning("left out %d clips: %s (%s …)", len(dropped), why, self._some(dropped.tolist()))
         if len(dropped) == len(mask):
             raise DataError(f"no clip is left: {why}; first was {self.name(0)}")
@@ -172,8 +181,8 @@ class SpeechSource:
         self.groups = None if self.groups is None else self.groups[mask]
         self._cache.clear()
         self._cached_bytes = 0
-        self._broken.clear()  # numbers have changed
-        self.left_out.pop(BROKEN, None)
+        self.broken.clear()  # numbers have changed
+        self._met = np.zeros(len(self.rows), bool)
 
     def note(self, indices: Sequence[int], why: str) -> None:
         """Count clips that are used in part only."""
@@ -199,16 +208,16 @@ class SpeechSource:
         usable = np.ones(len(rows), bool)
         for why, faulty in faults.items():
             if count := int((usable & faulty).sum()):
-                self.left_out[why] = count
+                self._left_out[why] = count
             usable &= ~faulty
         if not usable.any():
             named = ", ".join(path.name for path in self.files.paths[:NAMED_PROBLEMS])
             raise DataError(
                 f"no usable clip among {len(rows)} rows of {named}: "
-                f"{', '.join(f'{count} {why}' for why, count in self.left_out.items())}; "
+                f"{', '.join(f'{count} {why}' for why, count in self._left_out.items())}; "
                 "see data.min_seconds, data.max_seconds and data.text_column"
             )
-        for why, count in self.left_out.items():
+        for why, count in self._left_out.items():
             log.warning("left out %d of %d clips: %s", count, len(rows), why)
         if count := int((usable & long).sum()):
             self.cut[f"longer than {limits.max_seconds} s"] = count

@@ -7,13 +7,15 @@ frames are centred, the filters are Slaney's, and a clip's features depend on it
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from muster.data.audio import SAMPLE_RATE
 from muster.data.features import MelScale, mel_filters, mel_points, warp_matrix
+from muster.data.windows import LONGEST
 
-SAMPLE_RATE = 16000
 HOP, WINDOW = 160, 400  # samples
 FLOOR = 1e-10
 RANGE = 8.0  # decades below the loudest cell of the clip that still count
@@ -66,3 +68,23 @@ class WhisperLogMel(nn.Module):
                 mel = mel @ warp_matrix(warp, self.centres, SLANEY)
             mel = mel.maximum(mel.amax((1, 2), keepdim=True) - RANGE)
             return (mel + 4) / 4
+
+
+def preprocessor_config(mels: int) -> dict[str, Any]:
+    """preprocessor_config.json: how transformers' WhisperFeatureExtractor makes the same features."""
+    samples = round(LONGEST * SAMPLE_RATE)
+    return {
+        "chunk_length": round(LONGEST),
+        "dither": 0.0,
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": mels,
+        "hop_length": HOP,
+        "n_fft": WINDOW,
+        "n_samples": samples,
+        "nb_max_frames": samples // HOP,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "processor_class": "WhisperProcessor",
+        "return_attention_mask": False,
+        "sampling_rate": SAMPLE_RATE,
+    }

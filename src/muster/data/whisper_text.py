@@ -1,7 +1,6 @@
 """Whisper's text: tokens, the prompt before them, the marks of time among them.
 
-A tokenizer is read from a pretrained folder, or learned from the training transcripts. It travels
-inside checkpoints as JSON, and `files` writes what transformers needs to load it again.
+`WhisperTokens` travels inside checkpoints as JSON, and `files` writes what transformers needs to load it again.
 """
 
 from __future__ import annotations
@@ -11,20 +10,22 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from muster.data.whisper_languages import LANGUAGES, language_code
+from muster.data.whisper_tokenizer import (
+    END,
+    NEVER_SPOKEN,
+    NO_TIMESTAMPS,
+    START,
+    TASKS,
+    TIMESTAMPS,
+    learn_tokenizer,
+    read_tokenizer,
+)
+from muster.data.windows import TICKS_PER_SECOND
 from muster.errors import DataError, RecipeError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-END, START, NO_TIMESTAMPS = "<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"
-TASKS = ("<|translate|>", "<|transcribe|>")
-NEVER_SPOKEN = ("<|startoflm|>", "<|startofprev|>", "<|nospeech|>")
-PER_SECOND = 50  # a mark of time every 20 ms, as many as the encoder has frames
-TIMESTAMPS = tuple(f"<|{tick / PER_SECOND:.2f}|>" for tick in range(30 * PER_SECOND + 1))
-BYTES = 256
 POSITIONS = 448
 
 _MARK = re.compile(r"<\|(\d+\.\d+)\|>")
@@ -65,60 +66,19 @@ class WhisperTokens:
     @classmethod
     def read(cls, folder: Path, key: str) -> WhisperTokens:
         """From a Hugging Face folder or its tokenizer.json; `key` is the recipe key that named it."""
-        file = folder / "tokenizer.json" if folder.is_dir() else folder
-        folder = file.parent
-        if not file.is_file() and not (folder / "vocab.json").is_file():
-            raise RecipeError(
-                f"{key}: {file} does not exist, nor vocab.json and merges.txt beside it; name a "
-                "folder with Whisper's tokenizer"
-            )
-        from tokenizers import AddedToken, Tokenizer
-
-        try:
-            tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_parts(folder)
-        except Exception as error:  # the library raises nothing narrower
-            raise RecipeError(f"{key}: {folder} holds no sound tokenizer ({error})") from None
-        if tokenizer.token_to_id(TIMESTAMPS[0]) is None:  # folders of 2022 leave them out
-            tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
-        _check(tokenizer, f"{key}: {folder}")
-        return cls(tokenizer.to_str(), _is_multilingual(folder, tokenizer))
+        tokenizer, multilingual = read_tokenizer(folder, key)
+        return cls(tokenizer.to_str(), multilingual)
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> WhisperTokens:
-        """The 256 bytes and at most `size` longer units: fewer when no further pair occurs twice.
-
-        A function of the texts alone, whatever the number of threads or the hash seed.
-        """
-        from tokenizers import pre_tokenizers, trainers
-
-        tokenizer = _byte_level({}, [])
-        trainer = trainers.BpeTrainer(
-            vocab_size=BYTES + size,
-            min_frequency=2,
-            show_progress=False,
-            special_tokens=[],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        )
-        tokenizer.train_from_iterator((drop_marks(text) for text in texts), trainer)
-        learned = json.loads(tokenizer.to_str())["model"]
-        return cls._made(learned["vocab"], [(a, b) for a, b in learned["merges"]])
+        """From transcripts: bytes and at most `size` longer units. It names no language."""
+        tokenizer = learn_tokenizer((drop_marks(text) for text in texts), size)
+        return cls(tokenizer.to_str(), multilingual=False)
 
     @classmethod
     def plain_bytes(cls) -> WhisperTokens:
         """One token per byte of UTF-8."""
         return cls.learn((), 0)
-
-    @classmethod
-    def _made(cls, vocab: dict[str, int], merges: list[tuple[str, str]]) -> WhisperTokens:
-        from tokenizers import processors
-
-        tokenizer = _byte_level(vocab | {END: len(vocab)}, merges)
-        _add_special(tokenizer)
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{START} {NO_TIMESTAMPS} $A {END}",
-            special_tokens=[(t, tokenizer.token_to_id(t)) for t in (START, NO_TIMESTAMPS, END)],
-        )
-        return cls(tokenizer.to_str(), multilingual=False)
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> WhisperTokens:
@@ -171,7 +131,7 @@ class WhisperTokens:
             if i is not None and not self._is_timestamp(i):
                 pending.append(i)
                 continue
-            time = None if i is None else (i - self.first_timestamp) / PER_SECOND
+            time = None if i is None else (i - self.first_timestamp) / TICKS_PER_SECOND
             if (text := self.decode(pending)).strip():
                 found.append((start, time, text))
             start, pending = time or 0.0, []
@@ -233,7 +193,7 @@ class WhisperTokens:
             "prev_sot_token_id": self._id("<|startofprev|>"),
             "suppress_tokens": list(suppress) or None,
             "begin_suppress_tokens": list(suppress_first) or None,
-            "max_initial_timestamp_index": PER_SECOND,
+            "max_initial_timestamp_index": TICKS_PER_SECOND,
             "max_length": POSITIONS,
             "is_multilingual": self.multilingual,
             "return_timestamps": False,
@@ -256,10 +216,10 @@ class WhisperTokens:
         return 0 <= i - self.first_timestamp < len(TIMESTAMPS)
 
     def _timestamp(self, seconds: str) -> int:
-        tick = round(float(seconds) * PER_SECOND)
+        tick = round(float(seconds) * TICKS_PER_SECOND)
         if tick >= len(TIMESTAMPS):
             raise DataError(
-                f"a transcript has the mark <|{seconds}|>, and Whisper's marks end at <|30.00|>; cut "
+                f"a transcript has the mark <|{seconds}|>, and Whisper's marks end at {TIMESTAMPS[-1]}; cut "
                 "the clip into shorter ones, or set data.timestamps=false, which drops all marks"
             )
         return self.first_timestamp + tick
@@ -296,95 +256,12 @@ class WhisperTokens:
 
 def in_time(text: str) -> bool:
     """Whether every mark in the text lies within Whisper's 30 s."""
-    return all(round(float(m) * PER_SECOND) < len(TIMESTAMPS) for m in _MARK.findall(text))
+    return all(round(float(m) * TICKS_PER_SECOND) < len(TIMESTAMPS) for m in _MARK.findall(text))
 
 
 def drop_marks(text: str) -> str:
     """The transcript as it reads without marks of time."""
     return _MARKS.sub(" ", text).strip() if _MARK.search(text) else text
-
-
-def preprocessor_config(mels: int) -> dict[str, Any]:
-    """preprocessor_config.json: what transformers' WhisperFeatureExtractor must do."""
-    return {
-        "chunk_length": 30,
-        "dither": 0.0,
-        "feature_extractor_type": "WhisperFeatureExtractor",
-        "feature_size": mels,
-        "hop_length": 160,
-        "n_fft": 400,
-        "n_samples": 480000,
-        "nb_max_frames": 3000,
-        "padding_side": "right",
-        "padding_value": 0.0,
-        "processor_class": "WhisperProcessor",
-        "return_attention_mask": False,
-        "sampling_rate": 16000,
-    }
-
-
-def _byte_level(vocab: dict[str, int], merges: list[tuple[str, str]]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(
-        models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _from_parts(folder: Path) -> Tokenizer:
-    """vocab.json and merges.txt; the special tokens are those that every Whisper has, with as many
-    languages as config.json has rows for."""
-    from tokenizers import models
-
-    vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    tokenizer = _byte_level(vocab, merges)
-    rows = _read_json(folder / "config.json").get("vocab_size", 0)
-    others = len((END, START, *TASKS, *NEVER_SPOKEN, NO_TIMESTAMPS, *TIMESTAMPS))
-    count = rows - vocab.get(END, len(vocab)) - others if rows else 99
-    _add_special(tokenizer, list(LANGUAGES)[: max(count, 0)])
-    return tokenizer
-
-
-def _add_special(tokenizer: Tokenizer, languages: Iterable[str] = ()) -> None:
-    from tokenizers import AddedToken
-
-    special = (END, START, *(f"<|{code}|>" for code in languages), *TASKS, *NEVER_SPOKEN)
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token in (*special, NO_TIMESTAMPS)]
-    )
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
-
-
-def _check(tokenizer: Tokenizer, where: str) -> None:
-    vocab = tokenizer.get_vocab()
-    for token in (END, START, *TASKS, "<|startofprev|>", NO_TIMESTAMPS):
-        if token not in vocab:
-            raise RecipeError(f"{where} holds no tokenizer of Whisper: it lacks {token}")
-    first = vocab[NO_TIMESTAMPS] + 1
-    if [vocab.get(token) for token in TIMESTAMPS] != list(range(first, first + len(TIMESTAMPS))):
-        raise RecipeError(
-            f"{where}: the marks {TIMESTAMPS[0]} to {TIMESTAMPS[-1]} must be the {len(TIMESTAMPS)} "
-            f"ids after {NO_TIMESTAMPS}, as in OpenAI's models"
-        )
-
-
-def _is_multilingual(folder: Path, tokenizer: Tokenizer) -> bool:
-    """As generation_config.json says; older folders tell by their text tokens: GPT-2's, English."""
-    if tokenizer.token_to_id("<|en|>") is None:
-        return False
-    said = _read_json(folder / "generation_config.json").get("is_multilingual")
-    return said if isinstance(said, bool) else tokenizer.token_to_id(END) != 50256
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
 
 
 def _to_bytes(document: object) -> bytes:

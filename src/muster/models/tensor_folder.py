@@ -176,12 +176,16 @@ def write_folder(
         _write_json(part / "config.json", config)
 
 
+def refuse_full(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise MusterError(f"{folder} exists and is not an empty folder; name a new one")
+
+
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A sibling to write into, which takes the name `folder` once all of it is there."""
     folder = folder.absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise MusterError(f"{folder} exists and is not an empty folder; name a new one")
+    refuse_full(folder)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     try:
         part.mkdir(parents=True)

@@ -20,25 +20,37 @@ class Alias:
     """`old` means `new`.
 
     A switch has `when`: what each of its positions writes to `new`. A `silent` position writes
-    nothing and so agrees with whatever `new` holds.
+    nothing and so agrees with whatever `new` holds. Where muster leaves nothing to choose there is
+    no `new`, all positions are silent, and `note` says how it does things. Words are read in either
+    case: other trainers write both.
     """
 
     old: str
-    new: str
+    new: str = ""
     when: Mapping[Any, Any] | None = None
     silent: tuple[Any, ...] = ()
+    note: str = ""
 
     @property
     def positions(self) -> list[Any]:
         return [*self.silent, *(self.when or {})]
 
+    @property
+    def meaning(self) -> str:
+        return self.new or f"nothing: {self.note}"
+
+    def position(self, value: Any) -> Any:
+        """The switch's own spelling of `value`."""
+        return value.lower() if self.when is not None and isinstance(value, str) else value
+
     def takes(self, value: Any) -> bool:
+        value = self.position(value)
         return self.when is None or any(
             type(p) is type(value) and p == value for p in self.positions
         )
 
     def sets(self, value: Any) -> bool:
-        return self.when is None or (self.takes(value) and value not in self.silent)
+        return self.when is None or (self.takes(value) and self.position(value) not in self.silent)
 
 
 TABLE: tuple[Alias, ...] = (
@@ -56,11 +68,12 @@ TABLE: tuple[Alias, ...] = (
         "distributed.fsdp.backward_prefetch",
         when={"backward_pre": True, "no_prefetch": False},
     ),
-    Alias(  # a checkpoint loads under any layout, whole or sharded
+    Alias(
         "training.fsdp_config.fsdp_state_dict_type",
-        "checkpoint.asynchronous",
         when={},
         silent=("full_state_dict", "sharded_state_dict"),
+        note="checkpoints are always in shards, which any layout loads; `muster export` writes whole "
+        "weights",
     ),
     Alias(
         "training.gradient_checkpointing",
@@ -84,7 +97,7 @@ def same_as(key: str) -> list[Alias]:
 
     Two older names of one key are tied as well, hence the second step.
     """
-    targets = {key} | {row.new for row in TABLE if row.old == key}
+    targets = {key} | {row.new for row in TABLE if row.old == key and row.new}
     return [row for row in TABLE if row.new in targets]
 
 
@@ -129,14 +142,15 @@ def remove(config: DictConfig, key: str) -> None:
 
 
 def translate(document: dict[str, Any]) -> dict[str, str]:
-    """Move the older names in `document` onto their keys, in place; returns {old: new} of them."""
+    """Move the older names in `document` onto their keys, in place; returns {old: new} of them, or
+    the note of one that means nothing here."""
     renamed: dict[str, str] = {}
     written_by: dict[str, str] = {}
     for row in TABLE:
         found, value = _pop(document, row.old)
         if not found:
             continue
-        renamed[row.old] = row.new
+        renamed[row.old] = row.meaning
         if not row.takes(value):
             raise RecipeError(
                 f"{row.old}: got {_yaml(value)}, expected {' or '.join(map(_yaml, row.positions))}"
@@ -144,7 +158,7 @@ def translate(document: dict[str, Any]) -> dict[str, str]:
         if not row.sets(value):
             continue
         if row.when is not None:
-            value = row.when[value]
+            value = row.when[row.position(value)]
         taken, other = get(document, row.new)
         if taken and other != value:
             raise RecipeError(
@@ -163,6 +177,9 @@ def alias_table() -> str:
     for row in TABLE:
         if row.when is None:
             meaning = f"`{row.new}`"
+        elif not row.new:
+            taken = " or ".join(f"`{_yaml(position)}`" for position in row.positions)
+            meaning = f"{taken}: says nothing; {row.note}"
         else:
             meaning = "; ".join(
                 f"`{_yaml(position)}`: "

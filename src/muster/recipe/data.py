@@ -12,9 +12,13 @@ from muster.recipe.section import Auto, Count, Fraction, Positive, Section
 class SpecAugment(Section):
     """Masks and a warp of the log-mel picture, drawn from (seed, epoch, sample): the same on any layout."""
 
-    freq_masks: Count = Field(2, description="Bands of mel channels set to the clip's mean.")
+    freq_masks: Count = Field(
+        2,
+        description="Bands of mel channels set to 0 of the normalised features: with `normalize: clip` "
+        "the clip's mean, with `fixed` and for Whisper one level for all clips.",
+    )
     freq_width: Positive = Field(20, description="Widest band, in mel channels.")
-    time_masks: Count = Field(2, description="Stretches of time set to the clip's mean.")
+    time_masks: Count = Field(2, description="Stretches of time set to 0, likewise.")
     time_width: Fraction = Field(0.1, description="Longest stretch, as a share of the clip.")
     warp: Annotated[float, Field(ge=0, lt=0.5)] = Field(
         0.1, description="Stretch frequencies by up to this share, as another vocal tract would."

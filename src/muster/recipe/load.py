@@ -38,7 +38,7 @@ _composing = threading.Lock()  # Hydra keeps its state in a global
 
 class Loaded(NamedTuple):
     recipe: Recipe
-    renamed: dict[str, str]  # older names that were used → the keys they stand for
+    renamed: dict[str, str]  # older names that were used → the keys they stand for, or why none
 
 
 def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -217,7 +217,7 @@ def _finish(config: DictConfig) -> Loaded:
     plain: dict[str, Any] = {str(key): value for key, value in document.items()}
     renamed = aliases.translate(plain)
     for old, new in renamed.items():
-        log.info("%s is an older name of %s", old, new)
+        log.info("%s is read as %s", old, new)
     return Loaded(_validate(plain, renamed), renamed)
 
 

@@ -172,13 +172,7 @@ class CausalLM:
         if (lora := self.recipe.model.lora) is not None:
             from muster.models.lora import attach
 
-            attach(
-                model,
-                rank=lora.rank,
-                alpha=lora.alpha,
-                dropout=lora.dropout,
-                targets=lora.targets,
-            )
+            attach(model, **lora.model_dump())
         return model
 
     def _pack(self, files: list[Path], split: Split) -> PackedSource:

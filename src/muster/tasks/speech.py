@@ -46,7 +46,8 @@ def pad_waves(samples: Sequence[SpeechSample], size: int | None = None) -> Tenso
     """`[clips, size]`, zeros after each clip; by default as long as the longest."""
     waves = np.zeros((len(samples), size or max(len(s.samples) for s in samples)), np.float32)
     for row, sample in zip(waves, samples, strict=True):
-        row[: len(sample.samples)] = sample.samples
+        held = sample.samples[: len(row)]  # rounding may have left a sample too many
+        row[: len(held)] = held
     return torch.from_numpy(waves)
 
 

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from muster import models
 from muster.data import windows
+from muster.data.audio import SAMPLE_RATE
 from muster.data.corpus import Split
 from muster.data.features import apply_masks
 from muster.data.loader import IGNORE, Batch, Inputs
 from muster.data.speech import SpeechSample, SpeechSource
-from muster.data.whisper_features import WhisperLogMel
+from muster.data.whisper_features import HOP, WhisperLogMel
 from muster.data.whisper_targets import pair
 from muster.data.whisper_text import WhisperTokens, in_time
 from muster.errors import RecipeError
@@ -42,8 +43,6 @@ from muster.tasks.speech import (
     word_score,
 )
 
-RATE = 16000  # Hz, of everything Whisper hears
-HOP = 160  # samples per frame; two frames make a position of the encoder
 BEAMS = 5
 TOKEN_MULTIPLE = 32
 
@@ -55,9 +54,9 @@ class SpeechSeq2Seq:
         self.recipe = recipe
         self._sources: dict[Split, SpeechSource | None] = {}
         self._folder: Path | None = None
-        if recipe.data.sample_rate != RATE:
+        if recipe.data.sample_rate != SAMPLE_RATE:
             raise RecipeError(
-                f"data.sample_rate: Whisper hears {RATE} Hz, not {recipe.data.sample_rate}; leave it "
+                f"data.sample_rate: Whisper hears {SAMPLE_RATE} Hz, not {recipe.data.sample_rate}; leave it "
                 "out, and clips of other rates are resampled"
             )
         if assets is None:
@@ -106,13 +105,7 @@ class SpeechSeq2Seq:
         if (lora := self.recipe.model.lora) is not None:
             from muster.models.lora import attach
 
-            attach(
-                model,
-                rank=lora.rank,
-                alpha=lora.alpha,
-                dropout=lora.dropout,
-                targets=lora.targets,
-            )
+            attach(model, **lora.model_dump())
         return model
 
     def build_part(self, start: int, stop: int) -> nn.Module:
@@ -153,10 +146,10 @@ class SpeechSeq2Seq:
     ) -> Batch:
         lengths = [len(s.samples) for s in samples]
         if longest is None:
-            longest = max(lengths) / RATE
+            longest = max(lengths) / SAMPLE_RATE
         training = epoch is not None
         window = float(self.windows(np.array([longest]), training=training)[0])
-        waves = pad_waves(samples, round(window * RATE))
+        waves = pad_waves(samples, round(window * SAMPLE_RATE))
         tokens, targets = pair(
             self.prompt,
             self.tokens.encode_all([s.text for s in samples], self.recipe.data.timestamps),
@@ -176,7 +169,7 @@ class SpeechSeq2Seq:
             units=int((targets != IGNORE).sum()),
             filled=sum(lengths),
             cells=waves.numel(),
-            amounts={"audio_s": sum(lengths) / RATE},
+            amounts={"audio_s": sum(lengths) / SAMPLE_RATE},
         )
 
     def prepare(self, batch: Batch) -> Batch:
@@ -186,13 +179,15 @@ class SpeechSeq2Seq:
         if "bands" in tensors:
             frames = (batch["lengths"] / HOP).ceil()
             features = apply_masks(features, frames, tensors["bands"], tensors["stretches"])
-        more = {"features": features}
-        size = batch["tokens"].shape[1]
-        missing = min(-size % TOKEN_MULTIPLE, self.config.target_positions - size)
+        tokens, targets = batch["tokens"], batch["targets"]
+        missing = min(
+            -tokens.shape[1] % TOKEN_MULTIPLE, self.config.target_positions - tokens.shape[1]
+        )
         if samples.device.type == "cuda" and missing > 0:  # few shapes: graphs stay warm
-            more["tokens"] = F.pad(batch["tokens"], (0, missing), value=self.tokens.end)
-            more["targets"] = F.pad(batch["targets"], (0, missing), value=IGNORE)
-        return batch.adding(**more)
+            tokens = F.pad(tokens, (0, missing), value=self.tokens.end)
+            targets = F.pad(targets, (0, missing), value=IGNORE)
+        heard = {"features": features, "tokens": tokens, "targets": targets}
+        return dataclasses.replace(batch, tensors=heard)  # the waves have done their part
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["features"], batch["tokens"]))
@@ -246,7 +241,7 @@ class SpeechSeq2Seq:
     @property
     def _longest(self) -> float:
         """Seconds that the encoder has positions for."""
-        return self.config.source_positions * 2 * HOP / RATE
+        return self.config.source_positions / windows.TICKS_PER_SECOND
 
     @property
     def _room(self) -> int:
@@ -324,6 +319,12 @@ class SpeechSeq2Seq:
                 f"data.tokenizer: it has {self.tokens.size} ids, the model's embedding only "
                 f"{self.config.vocab} rows; take the tokenizer that belongs to the model"
             )
+        barred = (*self.generation.suppress, *self.generation.suppress_first)
+        if max(barred, default=0) >= self.config.vocab:
+            raise RecipeError(
+                f"model.pretrained: generation_config.json suppresses token {max(barred)}, but the "
+                f"model has only {self.config.vocab}; correct it there"
+            )
         asked = {
             "data.window": self.recipe.data.window,
             "evaluation.window": self.recipe.evaluation.window,
@@ -331,7 +332,8 @@ class SpeechSeq2Seq:
         for key, seconds in asked.items():
             if isinstance(seconds, str):
                 continue
-            if seconds > self._longest or not math.isclose(seconds * 50, round(seconds * 50)):
+            ticks = seconds * windows.TICKS_PER_SECOND
+            if seconds > self._longest or not math.isclose(ticks, round(ticks)):
                 raise RecipeError(
                     f"{key}: {seconds} s; the encoder takes multiples of 0.02 s up to "
                     f"{self._longest:g} s, or `bucket`"

@@ -77,12 +77,16 @@ def evaluate(
                 examples += score.examples
     for part, was in zip(model.parts, training, strict=True):
         part.train(was)
-    worst = sorted(examples, key=lambda e: (-e.edits, e.id))[:WORST]
+    wrong = [example for example in examples if example.edits]
+    worst = sorted(wrong, key=lambda e: (-e.edits, e.id))[:WORST]
     total: Counter[str] = Counter()
     everyone: list[Example] = []
-    for their_counts, their_worst in mesh.gather((dict(counts), worst)):
+    for their_counts, their_worst, broken in mesh.gather(
+        (dict(counts), worst, dict(source.broken))
+    ):
         total.update(their_counts)
         everyone += their_worst
+        source.broken.update(broken)
     everyone.sort(key=lambda e: (-e.edits, e.id))
     left_out = dict(getattr(source, "left_out", {}))
     return Evaluation(split, task.summarise(dict(total)), everyone[:WORST], left_out)

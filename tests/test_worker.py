@@ -1,0 +1,71 @@
+"""One rank's life, as far as the pool of ranks can live it."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+
+from muster import runs
+from muster.train.loop import train
+from muster.worker import finish
+from training import make_job
+
+CLIPS, BROKEN = 12, (1, 4, 5, 8, 11)
+
+
+@pytest.fixture(scope="module")
+def half_broken(tmp_path_factory) -> Path:
+    """Clips of which some have a sound header and half a body."""
+    rng, cells = np.random.default_rng(0), []
+    for number in range(CLIPS):
+        file = io.BytesIO()
+        soundfile.write(file, rng.normal(0, 0.1, 8000 + 400 * number), 16000, format="FLAC")
+        whole = file.getvalue()
+        cells.append({"bytes": whole[: len(whole) // 2] if number in BROKEN else whole})
+    audio = pa.array(cells, pa.struct([("bytes", pa.binary())]))
+    folder = tmp_path_factory.mktemp("clips")
+    pq.write_table(pa.table({"audio": audio, "text": ["a"] * CLIPS}), folder / "train.parquet")
+    return folder
+
+
+def train_and_finish(mesh, folder: str, overrides: list[str]):
+    """The samples that this rank met broken, and the results."""
+    job, run = make_job(mesh, folder, overrides), runs.Run(Path(folder))
+    if mesh.first:
+        run.update(created=time.time())
+    done = train(job)
+    met = sorted(job.loader.source.broken)
+    return met, finish(job, run, done)
+
+
+@pytest.mark.parametrize("kept_gib", [0, 1])
+def test_results_count_each_clip_that_broke_on_any_rank_once(
+    ranks, half_broken, tmp_path, kept_gib
+):
+    """Where clips are kept, every rank decodes all of them; else each its own alone."""
+    overrides = [
+        f"data.train={half_broken}",
+        f"data.cache_gib={kept_gib}",
+        "data.max_bad_fraction=0.5",
+        "training.global_batch_size=6",
+        "training.steps=2",
+        "evaluation.final=false",
+    ]
+    (first, results), (second, nothing) = ranks(2)(train_and_finish, str(tmp_path), overrides)
+    assert {*first, *second} == set(BROKEN)
+    if kept_gib:
+        assert first == second
+    else:
+        assert not {*first} & {*second}
+        assert first
+        assert second
+    assert results["left_out"] == {"broken while training": len(BROKEN)}
+    assert runs.Run(tmp_path).results() == results
+    assert nothing == {}
