@@ -22,7 +22,7 @@ from muster.hardware import environment, inventory
 from muster.hardware.environment import Variable
 from muster.hardware.inventory import Inventory
 from muster.parallel.layout import layout_for
-from muster.plan.batch import solve
+from muster.plan.batch import BatchSizes, solve
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 
@@ -219,14 +219,22 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
         ]
     lines += [
         f"Data: {recipe.data.train}, {used} of {files} parquet file(s)",
-        f"Effective batch size: {sizes.per_device} per device × {sizes.accumulation} accumulation × "
-        f"{sizes.data_ranks} device(s) = {sizes.global_batch}",
+        _batch_line(sizes),
         "Environment:",
     ]
     lines += [f"  {v.name}={v.value}   {_why(v)}" for v in settings]
     left_out = environment.left_out(found, ranks, recipe.distributed.strategy)
     lines += [f"  {name} not set   {reason}" for name, reason in left_out.items()]
     return "\n".join(lines)
+
+
+def _batch_line(sizes: BatchSizes) -> str:
+    product = f"{sizes.per_device} per device × {sizes.accumulation} accumulation × "
+    product += f"{sizes.data_ranks} device(s)"
+    uneven = sizes.per_device * sizes.accumulation * sizes.data_ranks != sizes.global_batch
+    if uneven:
+        return f"Effective batch size: {sizes.global_batch}, shared out over at most {product}"
+    return f"Effective batch size: {product} = {sizes.global_batch}"
 
 
 def _why(variable: Variable) -> str:
