@@ -45,7 +45,7 @@ from muster.train.checkpoint import (
     Saved,
     open_checkpoint,
 )
-from muster.train.evaluate import Evaluation, evaluate
+from muster.train.evaluate import Evaluation, evaluate, tell_broken
 from muster.train.loop import Job, agree_on_buffers, train
 from muster.train.optimizer import make_optimizer
 from muster.train.precision import LossScale, autocast, resolve_precision
@@ -279,12 +279,6 @@ def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     write_json(run.path / "training_results.json", results)
     run.update(state=results["status"], ended=time.time(), exit_code=0)
     return results
-
-
-def tell_broken(source: Source, mesh: Mesh) -> None:
-    """All ranks learn of the samples that broke on any of them, so that results count each once."""
-    for theirs in mesh.gather(dict(source.broken)):
-        source.broken.update(theirs)
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:

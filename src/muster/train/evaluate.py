@@ -81,15 +81,19 @@ def evaluate(
     worst = sorted(wrong, key=lambda e: (-e.edits, e.id))[:WORST]
     total: Counter[str] = Counter()
     everyone: list[Example] = []
-    for their_counts, their_worst, broken in mesh.gather(
-        (dict(counts), worst, dict(source.broken))
-    ):
+    for their_counts, their_worst in mesh.gather((dict(counts), worst)):
         total.update(their_counts)
         everyone += their_worst
-        source.broken.update(broken)
     everyone.sort(key=lambda e: (-e.edits, e.id))
+    tell_broken(source, mesh)
     left_out = dict(getattr(source, "left_out", {}))
     return Evaluation(split, task.summarise(dict(total)), everyone[:WORST], left_out)
+
+
+def tell_broken(source: Source, mesh: Mesh) -> None:
+    """All ranks learn of the samples that broke on any of them, so that results count each once."""
+    for theirs in mesh.gather(dict(source.broken)):
+        source.broken.update(theirs)
 
 
 def _ahead(
