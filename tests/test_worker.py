@@ -69,3 +69,19 @@ def test_results_count_each_clip_that_broke_on_any_rank_once(
     assert results["left_out"] == {"broken while training": len(BROKEN)}
     assert runs.Run(tmp_path).results() == results
     assert nothing == {}
+
+
+def test_a_score_says_how_many_clips_broke_on_any_rank(ranks, half_broken, tmp_path):
+    overrides = [
+        f"data.train={half_broken}",
+        f"data.test={half_broken / 'train.parquet'}",
+        "data.cache_gib=0",
+        "data.max_bad_fraction=0.5",
+        "training.global_batch_size=6",
+        "training.steps=1",
+        "evaluation.final=true",
+        "evaluation.batch_size=2",
+    ]
+    (_, results), _ = ranks(2)(train_and_finish, str(tmp_path), overrides)
+    assert results["scored"] == "test"
+    assert results["not_scored"] == {"broken while training": len(BROKEN)}
