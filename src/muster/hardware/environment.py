@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from muster.hardware import network
 from muster.hardware.inventory import Inventory
 
-SHARP = ("H100", "H200", "B200")  # GPUs whose switches add gradients up on the way
-NOT_FOR_NCCL = ("lo", "docker")  # interfaces, by the beginning of their names
+SHARP = ("H100", "H200", "B200", "B300", "GB200")  # GPUs whose switches add gradients up on the way
+SINCE = {  # NCCL's own documentation, "Environment Variables"
+    "NCCL_P2P_LEVEL": (2, 3, 4),
+    "NCCL_NET_GDR_LEVEL": (2, 4, 0),
+    "NCCL_SOCKET_NTHREADS": (2, 4, 8),
+    "NCCL_NSOCKS_PERTHREAD": (2, 4, 8),
+    "NCCL_NVLS_ENABLE": (2, 17, 0),
+}
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -20,17 +30,67 @@ class Variable:
     set_by_user: bool
 
 
+class Rule(NamedTuple):
+    """A variable people expect on such a machine; without a value it is left out for the reason."""
+
+    name: str
+    value: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the rules look at."""
+
+    inventory: Inventory
+    ranks: int  # on this node
+    strategy: str
+    nodes: int
+    master: str | None
+    env: Mapping[str, str]
+
+    @property
+    def alone(self) -> bool:
+        return self.ranks * self.nodes < 2
+
+    def of(self, vendor: str) -> bool:
+        return any(gpu.vendor == vendor for gpu in self.inventory.gpus)
+
+
 def variables(
     inventory: Inventory,
     ranks: int,
     strategy: str = "ddp",
     env: Mapping[str, str] = os.environ,
+    nodes: int = 1,
+    master: str | None = None,
 ) -> list[Variable]:
-    """What `ranks` ranks on this machine should find in their environment."""
-    return [
-        Variable(name, env.get(name, value), reason, name in env)
-        for name, value, reason in _wanted(inventory, ranks, strategy)
-    ]
+    """What `ranks` ranks on each of `nodes` nodes should find in their environment.
+
+    `master` is the address at which nodes meet: the interface that leads there is theirs.
+    """
+    job = Job(inventory, ranks, strategy, nodes, master, env)
+    found = []
+    for name, value, reason in _rules(job):
+        if value is not None:
+            found.append(Variable(name, env.get(name, value), reason, name in env))
+        elif name in env:
+            found.append(Variable(name, env[name], f"left out otherwise: {reason}", True))
+    return found
+
+
+def left_out(
+    inventory: Inventory,
+    ranks: int,
+    strategy: str = "ddp",
+    env: Mapping[str, str] = os.environ,
+    nodes: int = 1,
+    master: str | None = None,
+) -> dict[str, str]:
+    """The variables people expect on such a machine and do not get, and why not."""
+    job = Job(inventory, ranks, strategy, nodes, master, env)
+    rules = [rule for rule in _rules(job) if rule.value is None and rule.name not in env]
+    return {name: reason for name, _, reason in rules}
 
 
 def apply(found: list[Variable], env: MutableMapping[str, str] = os.environ) -> None:
@@ -39,51 +99,145 @@ def apply(found: list[Variable], env: MutableMapping[str, str] = os.environ) -> 
         env.setdefault(variable.name, variable.value)
 
 
-def data_workers(inventory: Inventory) -> int:
-    """Decoding threads per rank: the cores' share of each GPU, one of them left to the rank itself.
+def data_workers(inventory: Inventory, ranks: int | None = None) -> int:
+    """Decoding threads per rank: its share of the cores, one of them left to the rank itself.
 
-    One where the model computes on the CPU too: decoding then takes time from it.
+    One where the model computes on the CPU too: decoding then takes time from it. Without `ranks`
+    there is one per GPU; a rank that is pinned sees its own cores only, and shares them with nobody.
     """
     if not inventory.gpus:
         return 1
-    return min(8, max(1, inventory.cpus // len(inventory.gpus) - 1))
+    return min(8, max(1, inventory.cpus // (ranks or len(inventory.gpus)) - 1))
 
 
-def _wanted(inventory: Inventory, ranks: int, strategy: str) -> Iterator[tuple[str, str, str]]:
-    share = max(1, inventory.cpus // ranks)
-    yield "OMP_NUM_THREADS", str(share), f"{inventory.cpus} CPU cores for {ranks} rank(s)"
-    if not inventory.gpus or ranks < 2:
-        return  # NCCL is not used
-    yield "NCCL_DEBUG", "INFO", "each rank's log says which transport NCCL chose"
-    yield "NCCL_IB_DISABLE", "0", "InfiniBand may be used where there is any"
-    if any(not name.startswith(NOT_FOR_NCCL) for name in inventory.interfaces):
-        reason = "ranks meet through the network, not the loopback or docker's bridge"
-        yield "NCCL_SOCKET_IFNAME", "^lo,docker", reason
-    yield "NCCL_NET_GDR_LEVEL", "5", "network cards read GPU memory directly, at any distance"
-    if inventory.links:
-        pairs = len(inventory.gpus) * (len(inventory.gpus) - 1) // 2
+def nccl_version() -> tuple[int, ...] | None:
+    """Of the NCCL that came with torch, from its package; None where nobody says."""
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            words = importlib.metadata.version(package).split(".")[:3]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return tuple(int(word) for word in words if word.isdigit())
+    return None
+
+
+def _rules(job: Job) -> Iterator[Rule]:
+    """The profiles that fit the machine, less what its NCCL does not know."""
+    version = nccl_version()
+    for rule in _profiles(job):
+        since = SINCE.get(rule.name)
+        if rule.value is not None and version and since and version < since:
+            known, found = (".".join(map(str, v)) for v in (since, version))
+            reason = f"NCCL knows it from {known} on, and this is {found}"
+            yield rule._replace(value=None, reason=reason)
+        else:
+            yield rule
+
+
+def _profiles(job: Job) -> Iterator[Rule]:
+    cpus, ranks = job.inventory.cpus, job.ranks
+    threads = str(max(1, cpus // ranks))
+    yield Rule("OMP_NUM_THREADS", threads, f"{cpus} CPU cores for {ranks} rank(s)")
+    if job.inventory.gpus:
+        yield from _allocator(job)
+    if job.of("amd"):
+        yield from _rocm()
+    if job.alone:
+        if job.inventory.gpus:
+            yield Rule("NCCL_*", None, "one process has nobody to talk to")
+    else:
+        reason = "collectives each rank remembers: after a hang they show who did not arrive"
+        yield Rule("TORCH_FR_BUFFER_SIZE", "2000", reason)
+        if job.inventory.gpus:
+            yield from _collectives(job)
+        if job.nodes > 1:
+            yield from _cluster(job)
+        elif job.inventory.gpus:
+            yield from _one_node(job)
+    if not job.inventory.gpus:
+        yield Rule("NCCL_*, CUDA_*", None, "there is no GPU: CPU ranks talk through gloo")
+
+
+def _allocator(job: Job) -> Iterator[Rule]:
+    """One setting under three names; the user's name is kept, since two that differ would clash."""
+    name = next((name for name in ALLOCATOR if name in job.env), ALLOCATOR[0])
+    yield Rule(name, "expandable_segments:True", "less memory lost to gaps between tensors")
+    names = {gpu.name for gpu in job.inventory.gpus}
+    if len(names) > 1 and job.of("nvidia"):
+        reason = "GPUs differ: numbered as nvidia-smi numbers them, not the fastest first"
+        yield Rule("CUDA_DEVICE_ORDER", "PCI_BUS_ID", reason)
+
+
+def _rocm() -> Iterator[Rule]:
+    reason = "kernels keep their scratch memory instead of fetching it anew at each launch"
+    yield Rule("HSA_NO_SCRATCH_RECLAIM", "1", reason)
+    yield Rule("HSA_ENABLE_SDMA", "1", "copies run on engines of their own, beside the computation")
+    reason = "GPUs without XGMI between them may write to each other over PCIe"
+    yield Rule("HSA_FORCE_FINE_GRAIN_PCIE", "1", reason)
+
+
+def _collectives(job: Job) -> Iterator[Rule]:
+    """Between the GPUs of one node."""
+    found = job.inventory
+    yield Rule("NCCL_DEBUG", "INFO", "each rank's log says which transport NCCL chose")
+    if job.of("amd"):
+        return  # RCCL finds XGMI by itself; NVLink, its switches and CUDA's queues are NVIDIA's
+    if found.links:
         reason = "GPUs talk to each other over NVLink"
-        if len(inventory.links) < pairs:
+        if len(found.links) < len(found.gpus) * (len(found.gpus) - 1) // 2:
             reason += "; pairs without one go through host memory"
-        yield "NCCL_P2P_LEVEL", "NVL", reason
-    if inventory.nvswitch and all(any(s in g.name for s in SHARP) for g in inventory.gpus):
-        yield "NCCL_NVLS_ENABLE", "1", "the switches add gradients up (NVLink SHARP)"
-    if strategy == "ddp":
+        yield Rule("NCCL_P2P_LEVEL", "NVL", reason)
+    else:
+        reason = "no NVLink here; NVL would forbid PCIe too, so NCCL chooses"
+        yield Rule("NCCL_P2P_LEVEL", None, reason)
+    if found.nvswitch and all(any(s in g.name for s in SHARP) for g in found.gpus):
+        yield Rule("NCCL_NVLS_ENABLE", "1", "the switches add gradients up (NVLink SHARP)")
+    else:
+        reason = "needs NVSwitch and Hopper or Blackwell; 1 fails elsewhere"
+        yield Rule("NCCL_NVLS_ENABLE", None, reason)
+    if job.strategy == "ddp":
         reason = "kernels start in the order they were queued, so gradients leave early"
-        yield "CUDA_DEVICE_MAX_CONNECTIONS", "1", reason
+        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", reason)
+    else:
+        reason = "1 would keep sharded strategies from gathering while they compute"
+        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", None, reason)
 
 
-def left_out(inventory: Inventory, ranks: int, strategy: str = "ddp") -> dict[str, str]:
-    """The variables people expect on such a machine and do not get, and why not."""
-    if not inventory.gpus:
-        return {"NCCL_*, CUDA_*": "there is no GPU: CPU ranks talk through gloo"}
-    if ranks < 2:
-        return {"NCCL_*": "one process has nobody to talk to"}
-    reasons = {
-        "NCCL_SOCKET_IFNAME": "the loopback is the only interface, and NCCL needs one",
-        "NCCL_P2P_LEVEL": "no NVLink here; NVL would forbid PCIe too, so NCCL chooses",
-        "NCCL_NVLS_ENABLE": "needs NVSwitch and Hopper or Blackwell; 1 fails elsewhere",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1 would keep sharded strategies from gathering while they compute",
-    }
-    wanted = {name for name, _, _ in _wanted(inventory, ranks, strategy)}
-    return {name: reason for name, reason in reasons.items() if name not in wanted}
+def _one_node(job: Job) -> Iterator[Rule]:
+    yield Rule("NCCL_IB_DISABLE", "0", "InfiniBand may be used where there is any")
+    reason = "network cards read GPU memory directly, at any distance (SYS)"
+    yield Rule("NCCL_NET_GDR_LEVEL", "5", reason)
+    if any(not network.why_not(name) for name in job.inventory.interfaces):
+        reason = "ranks meet through the network, not the loopback or docker's bridge"
+        yield Rule("NCCL_SOCKET_IFNAME", "^lo,docker", reason)
+    else:
+        reason = "the loopback is the only interface, and NCCL needs one"
+        yield Rule("NCCL_SOCKET_IFNAME", None, reason)
+
+
+def _cluster(job: Job) -> Iterator[Rule]:
+    """Between nodes: through which interface, and over InfiniBand or sockets."""
+    name = network.interface_for(job.master) if job.master else None
+    if job.master is None:
+        reason = "no address to meet at is given, so the way there is unknown"
+    elif name is None:
+        reason = f"no route leads from here to {job.master}"
+    elif name == "lo":
+        name, reason = None, f"{job.master} is the loopback: other nodes cannot reach it"
+    else:
+        reason = f"the interface that leads to {job.master}"
+    yield Rule("GLOO_SOCKET_IFNAME", name, reason)
+    if not job.inventory.gpus:
+        return
+    yield Rule("NCCL_SOCKET_IFNAME", name and f"={name}", reason)  # =: that very name, not a prefix
+    cards = [port.device for port in job.inventory.infiniband if port.active]
+    if cards:
+        yield Rule("NCCL_IB_DISABLE", "0", f"InfiniBand or RoCE is up: {', '.join(cards)}")
+        reason = "network cards read GPU memory directly, through PCIe switches but no CPU (PXB)"
+        yield Rule("NCCL_NET_GDR_LEVEL", "2", reason)
+        return
+    yield Rule("NCCL_IB_DISABLE", "1", "no InfiniBand or RoCE port is up here")
+    yield Rule("NCCL_NET_GDR_LEVEL", None, "needs InfiniBand or RoCE, and no such port is up")
+    yield Rule("NCCL_SOCKET_NTHREADS", "4", "one thread cannot fill a fast network")
+    yield Rule("NCCL_NSOCKS_PERTHREAD", "2", "nor can one connection of each thread")
+    yield Rule("NCCL_BUFFSIZE", "4194304", "4 MiB a channel, whatever the site's own file says")
