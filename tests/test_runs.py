@@ -85,6 +85,14 @@ def test_a_run_that_is_not_there_names_those_that_are(root):
     assert names[1] not in str(error.value)
 
 
+def test_a_mistyped_run_names_the_nearest(root):
+    name = made(root, "speech").name
+    made(root, "images")
+    for text in ("speech", name[:-1], name.replace("speech", "spech")):
+        with pytest.raises(MusterError, match=f"no run '{text}'; did you mean {name}[,?]"):
+            runs.find(text, root)
+
+
 def test_every_run_newest_first_without_links_and_strangers(root):
     old, new = made(root, "b"), made(root, "a")
     old.update(created=100.0)
@@ -119,7 +127,23 @@ def test_a_run_whose_process_is_gone_is_interrupted(root, gone):
 def test_a_recycled_process_id_does_not_count(root):
     run = made(root, state="running")
     run.own()
-    run.update(pid_created=psutil.Process().create_time() - 60)
+    run.update(pid_started=run.info()["pid_started"] - 60)
+    assert run.state() == "interrupted"
+
+
+def test_a_machine_that_was_started_again_leaves_its_runs_interrupted(root):
+    """Even where the same process id, started at the same tick, is there again."""
+    run = made(root, state="running")
+    run.own()
+    (run.path / "alive").touch()
+    assert run.state() == "running"
+    run.update(boot="another")
+    assert run.state() == "interrupted"
+
+
+def test_a_process_that_was_gone_when_it_was_noted_does_not_live(root, gone):
+    run = made(root, state="running")
+    run.own(gone)
     assert run.state() == "interrupted"
 
 
@@ -152,9 +176,46 @@ def test_an_ended_run_stays_ended_without_its_process(root, gone, state):
     assert run.state() == state
 
 
-def test_a_process_on_another_machine_is_believed(root, gone):
-    run = made(root, state="running", pid=gone, host="elsewhere")
+@pytest.mark.parametrize("where", [{"host": "elsewhere", "boot": "b"}, {"pids": "pid:[1]"}])
+def test_a_run_of_another_machine_or_container_lives_while_it_shows_signs_of_life(
+    root, gone, where
+):
+    run = made(root, state="running", pid=gone, **where)
+    old = time.time() - runs.STALE_S - 1
+    assert run.state() == "running", "it was taken over a moment ago"
+    run.update(owned=old)
+    assert run.state() == "interrupted"
+    (run.path / "alive").touch()
     assert run.state() == "running"
+    os.utime(run.path / "alive", (old, old))
+    assert run.state() == "interrupted"
+
+
+def test_a_queued_run_has_no_process_and_is_not_removed(root, gone):
+    run = made(root, state="queued", pid=gone)
+    assert run.state() == "queued"
+    assert runs.clean(root) == []
+    with pytest.raises(MusterError, match="still queued"):
+        runs.remove(run)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from muster.runs import Run
+for i in range(60):
+    Run(Path(sys.argv[1])).update(**{f"{sys.argv[2]}-{i}": i})
+"""
+
+
+def test_writers_at_the_same_time_lose_nothing_of_each_other(root):
+    run = made(root)
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(run.path), name]) for name in "abcd"
+    ]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
+    info = run.info()
+    assert [name for name in "abcd" for i in range(60) if info.get(f"{name}-{i}") != i] == []
 
 
 def test_a_damaged_run_file_is_no_stack_trace(root):
@@ -205,3 +266,80 @@ def test_the_last_line_of_metrics_and_the_results_are_read(root):
     (run.path / "training_results.json").write_text(json.dumps({"status": "finished"}))
     assert run.last_metrics() == {"step": 2}
     assert run.results() == {"status": "finished"}
+
+
+def test_of_long_metrics_only_the_end_is_read(root):
+    run = made(root)
+    with (run.path / "metrics.jsonl").open("w") as file:
+        for step in range(20_000):
+            file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+        file.write('{"step": 20000, "lo\n')
+    before = psutil.Process().io_counters().read_chars
+    assert run.last_metrics() == {"step": 19_999, "loss": 1.0}
+    assert psutil.Process().io_counters().read_chars - before < 50_000
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+from pathlib import Path
+from muster.runs import Run
+run, kind = Run(Path(sys.argv[1])), sys.argv[2]
+if kind == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+run.own()
+run.update(state="running", child=child.pid)
+while kind != "obedient" or not (run.path / "stop-requested").exists():
+    time.sleep(0.02)
+child.kill()
+run.update(state="stopped")
+"""
+
+
+@pytest.fixture
+def started(root):
+    """Stands for a run: `obedient` ones end when asked, others when told, `deaf` ones not at all."""
+    processes = []
+
+    def start(kind: str) -> runs.Run:
+        run = made(root, state="starting")
+        process = subprocess.Popen([sys.executable, "-c", STUBBORN, str(run.path), kind])
+        processes.append(process)
+        while "child" not in run.info():
+            time.sleep(0.02)
+        return run
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("kind", "now", "how", "code"),
+    [
+        ("obedient", False, "asked", None),
+        ("busy", False, "told", 143),
+        ("deaf", False, "killed", 137),
+        ("obedient", True, "told", 143),
+    ],
+)
+def test_stopping_asks_then_tells_then_kills(started, monkeypatch, kind, now, how, code):
+    monkeypatch.setattr(runs, "GRACE_S", 1.0)
+    run = started(kind)
+    first, child = run.processes()
+    assert child.pid == run.info()["child"]
+    assert runs.stop(run, 0.5, now=now) == how
+    assert run.state() == "stopped"
+    assert run.info().get("exit_code") == code
+    assert (run.path / "stop-requested").exists() is not now
+    psutil.wait_procs([first, child], timeout=5)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_run_of_another_host_is_asked_but_never_signalled(root, gone):
+    run = made(root, state="running", host="elsewhere", pid=os.getpid())
+    with pytest.raises(MusterError, match="processes are on elsewhere"):
+        runs.stop(run, 0.1)
+    assert (run.path / "stop-requested").exists()
+    assert run.processes() == []

@@ -24,3 +24,10 @@ class CheckpointError(MusterError):
 
 class LaunchError(MusterError):
     """Ranks could not be started, could not find each other, or died."""
+
+
+class MemoryLimitError(MusterError):
+    """A device or the host has no memory left for what a rank is about to do."""
+
+
+SHRINK = 76  # exit code of a rank without room: all start again with smaller micro-batches

@@ -91,6 +91,11 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
         "measured": {**metrics["measured"], **_saves(run)},
+        "shrunk": [
+            event["words"]
+            for event in read_lines(run.path / "events.jsonl")
+            if event["event"] == "shrunk"
+        ],
         "checkpoint": str(job.checkpoints.root / f"step-{done}"),
     }
 

@@ -6,11 +6,17 @@ planned and found, the metrics, the logs, and `run.json` with who runs it and ho
 
 from __future__ import annotations
 
+import difflib
+import fcntl
 import itertools
 import json
 import os
 import shutil
+import signal
+import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +24,14 @@ from typing import Any
 import psutil
 
 from muster.errors import MusterError
-from muster.observe.results import read_lines, write_json
+from muster.observe.results import STOP_FILE, read_last, write_json
 
 ENDED = ("finished", "failed", "stopped")
-ALIVE = ("starting", "running")
+ALIVE = ("queued", "starting", "running")
+ALIVE_FILE, ALIVE_EVERY_S = "alive", 5.0  # touched by whoever looks after the run
+STALE_S = 60.0  # without a touch: nobody does any more
+SIGNALLED = 143  # exit code of a run that saved and ended because a signal asked it to
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
@@ -39,51 +49,103 @@ class Run:
             return {}
 
     def update(self, **changes: Any) -> None:
-        write_json(self.path / "run.json", {**self.info(), **changes})
+        with self._locked():
+            write_json(self.path / "run.json", {**self.info(), **changes})
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One writer at a time: each keeps what the others wrote. A process that dies lets go."""
+        with (self.path / ".run.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def own(self, process: int | None = None) -> None:
         """Note which process stands for the run, so that others can tell whether it lives."""
         pid = process or os.getpid()
-        self.update(
-            pid=pid, pid_created=psutil.Process(pid).create_time(), host=os.uname().nodename
-        )
+        self.update(pid=pid, pid_started=_started(pid), owned=time.time(), **_here())
 
     def state(self) -> str:
-        """starting, running, finished, failed, stopped; `interrupted` when its process is gone."""
+        """queued (at a scheduler), starting, running, finished, failed, stopped; `interrupted` when
+        its process is gone."""
         info = self.info()
         state = str(info.get("state", "unknown"))
-        if state in ENDED or self._alive(info):
+        if state in ENDED or state == "queued" or self._alive(info):
             return state
         return "interrupted"
 
     def _alive(self, info: dict[str, Any]) -> bool:
-        here = os.uname().nodename
-        if info.get("host", here) != here:
-            return True  # another machine's process cannot be seen from here
+        here = _here()
+        same = {key for key in here if info.get(key, here[key]) == here[key]}
+        if "host" in same and "boot" not in same:
+            return False  # the machine was started again since
+        if same < set(
+            here
+        ):  # another machine or container, whose processes cannot be seen from here
+            return time.time() - self._last_sign(info) < STALE_S
+        # A process id may have been given to another one since.
+        started = info.get("pid_started")
+        return started is not None and _started(info["pid"]) == started
+
+    def _last_sign(self, info: dict[str, Any]) -> float:
+        touched = 0.0
+        with suppress(OSError):
+            touched = (self.path / ALIVE_FILE).stat().st_mtime
+        return max(touched, float(info.get("owned", 0.0)))
+
+    def elsewhere(self) -> str | None:
+        """The host whose processes look after the run, where they cannot be reached from here."""
+        info, here = self.info(), _here()
+        reachable = all(info.get(key, here[key]) == here[key] for key in here)
+        return None if reachable else str(info["host"])
+
+    def processes(self) -> list[psutil.Process]:
+        """The one that stands for the run, and all it has started. None of another host's."""
+        info = self.info()
+        if self.elsewhere() or not self._alive(info):
+            return []
         try:
-            process = psutil.Process(info["pid"])
-            # A recycled process id, or the same after a reboot, has another birthday.
-            return (
-                abs(process.create_time() - info["pid_created"]) < 1.0
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
-        except (KeyError, psutil.Error):
+            first = psutil.Process(info["pid"])
+            return [first, *first.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def keep_alive(self) -> None:
+        """While this process lives, others see by a file that somebody looks after the run; also those
+        on other machines."""
+
+        def touch() -> None:
+            while True:
+                with suppress(OSError):  # shared storage has its moments
+                    (self.path / ALIVE_FILE).touch()
+                time.sleep(ALIVE_EVERY_S)
+
+        threading.Thread(target=touch, daemon=True, name="alive").start()
+
+    def signalled(self) -> bool:
+        """Whether a signal, and not a user, asked it to stop: then STOP_FILE has the signal's name."""
+        try:
+            return (self.path / STOP_FILE).read_text().startswith("SIG")
+        except OSError:
             return False
 
     def last_metrics(self) -> dict[str, Any]:
-        lines = read_lines(self.path / "metrics.jsonl")
-        return lines[-1] if lines else {}
+        return read_last(self.path / "metrics.jsonl")
 
     def results(self) -> dict[str, Any] | None:
         path = self.path / "training_results.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
 
-def create(root: Path, name: str, documents: dict[str, str]) -> Run:
-    """A new folder `<name>-<time>` with `documents` in it; `latest` then points to it."""
+def create(root: Path, name: str, documents: dict[str, str], exact: str | None = None) -> Run:
+    """A new folder `<name>-<time>`, or just `exact`, with `documents` in it; `latest` then points to
+    it."""
+    path = root / exact if exact else None
     try:
         root.mkdir(parents=True, exist_ok=True)
-        path = _new_folder(root, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        if path:
+            path.mkdir()
+        else:
+            path = _new_folder(root, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     except OSError as error:
         raise MusterError(f"logging.dir: cannot make a run in {root} ({error.strerror})") from None
     (path / "ranks").mkdir()
@@ -116,14 +178,79 @@ def find(text: str, root: Path = Path("runs")) -> Run:
     for candidate in (Path(text), root / text):
         if (candidate / "run.json").is_file():
             return Run(candidate.resolve())
-    known = ", ".join(run.name for run in every(root)[:5]) or "none"
-    raise MusterError(f"no run {text!r}; newest in {root}: {known}")
+    names = [run.name for run in every(root)]
+    near = [n for n in names if n.startswith(text)] or difflib.get_close_matches(text, names)
+    words = f"did you mean {', '.join(near[:3])}? Newest" if near else "newest"
+    known = ", ".join(names[:5]) or "none"
+    raise MusterError(f"no run {text!r}; {words} in {root}: {known}")
 
 
 def every(root: Path) -> list[Run]:
     """All runs in `root`, newest first."""
     found = [Run(p) for p in root.glob("*") if not p.is_symlink() and (p / "run.json").is_file()]
     return sorted(found, key=lambda run: run.info().get("created", 0.0), reverse=True)
+
+
+def stop(run: Run, wait_s: float, *, now: bool = False) -> str:
+    """End a living run: ask its loop to save and end, after `wait_s` tell its processes to, and after
+    `GRACE_S` more kill them. `now` does not ask. Returns what it took: asked, told or killed."""
+    if not now:
+        (run.path / STOP_FILE).write_text("")  # a signal's name in it would mean: come back
+        if _ended(run, wait_s):
+            return "asked"
+    if host := run.elsewhere():
+        raise MusterError(
+            f"{run.name} has not ended after {0 if now else wait_s:.0f} s. Its processes are on {host}, "
+            f"out of reach from here; {_from_afar(run)}"
+        )
+    found, how, number = run.processes(), "told", signal.SIGTERM
+    _signal(found, signal.SIGTERM)
+    if not _ended(run, GRACE_S):
+        how, number = "killed", signal.SIGKILL
+        _signal(found + [p for p in run.processes() if p not in found], signal.SIGKILL)
+        psutil.wait_procs(found, timeout=GRACE_S)
+    if run.state() == "interrupted":  # it had no time to say so itself
+        run.update(state="stopped", ended=time.time(), exit_code=128 + number)
+    return how
+
+
+def _from_afar(run: Run) -> str:
+    if job := run.info().get("slurm_job"):
+        return f"`scancel {job}` ends its SLURM job"
+    return "there, `muster stop --now` ends them"
+
+
+def _ended(run: Run, within_s: float) -> bool:
+    limit = time.monotonic() + within_s
+    while run.state() in ALIVE:
+        if time.monotonic() >= limit:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # psutil never takes a later owner of the id for it
+            process.send_signal(number)
+
+
+def _here() -> dict[str, str]:
+    """Where a process id has a meaning: a host, a boot of it, and in it a container or none."""
+    boot = pids = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pids = os.readlink("/proc/self/ns/pid")
+    return {"host": os.uname().nodename, "boot": boot, "pids": pids}
+
+
+def _started(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process; None when it is gone, or dead and unburied."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if facts[0] == "Z" else int(facts[19])
 
 
 def clean(root: Path, keep: int = 0) -> list[Run]:

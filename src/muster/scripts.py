@@ -6,39 +6,35 @@ import argparse
 import logging
 import os
 import shlex
+import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-import torch.distributed as dist
 from rich.console import Console
 
 from muster import runs
 from muster.errors import LaunchError, MusterError
-from muster.hardware import environment, inventory
+from muster.hardware import inventory
 from muster.launch import cluster
 from muster.launch.cluster import Place
 from muster.launch.spawn import spawn
+from muster.observe import stopping
 from muster.observe.console import follow, results_table
 from muster.observe.logs import set_up
-from muster.parallel import mesh as meshes
-from muster.parallel.layout import Layout
-from muster.parallel.mesh import Mesh
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 from muster.start import provide
-from muster.worker import leave_word, run_rank
+from muster.worker import run_rank, settle, speaking_for
 
 log = logging.getLogger(__name__)
-
-TRIAL_MIB = 16
 
 RankLife = Callable[[Recipe, Place, runs.Run | None], dict[str, Any]]
 
@@ -59,19 +55,39 @@ def train_here(
     set_up(f"Rank {place.rank}")
     if place.world == 1 and (words := idle_words(visible_gpus(), sys.argv)):
         log.warning("%s", words)
+    _listen(place)
     try:
-        loaded = load(recipe, overrides)
+        loaded = load(recipe, cluster.own_arguments(overrides))
         before(loaded)
+        settle(place, loaded.distributed.strategy)
         if place.rank > 0:
             return life(loaded, place, None)
-        run = runs.create(Path(loaded.logging.dir), loaded.name, {"recipe.yaml": to_yaml(loaded)})
-        run.own()
-        run.update(state="running", ranks=place.world)
-        with _watched(run):
+        run = _own_run(loaded, place)
+        with _watched(run), speaking_for(run, place):
             return life(loaded, place, run)
     except MusterError as error:
         log.error("%s", error)
         os._exit(2)  # other ranks may sit in a collective; torchrun ends them
+
+
+def _listen(place: Place) -> None:
+    """What asks for a stop at the next step. torchrun's SIGTERM is an order to leave at once."""
+    stopping.listen(signal.SIGUSR1)
+    if place.launcher != "torchrun":
+        stopping.listen(signal.SIGTERM)
+
+
+def _own_run(recipe: Recipe, place: Place) -> runs.Run:
+    """A new run directory; after torchrun has started its ranks again, the one they had before."""
+    parent = psutil.Process(os.getppid())
+    root, agent = Path(recipe.logging.dir), [parent.pid, parent.create_time()]
+    if place.restarts:
+        for run in runs.every(root):
+            if run.info().get("agent") == agent:
+                return run
+    run = runs.create(root, recipe.name, {"recipe.yaml": to_yaml(recipe)})
+    run.update(agent=agent)
+    return run
 
 
 def train_system(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -82,7 +98,7 @@ def train_system(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     parser.add_argument("--config", type=Path, default=default, metavar="FILE")
     parser.add_argument("--max-parquet-files", metavar="N", help="the first N training files")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    asked = parser.parse_intermixed_args(arguments)
+    asked = parser.parse_intermixed_args(cluster.own_arguments(arguments))
     changes = list(asked.overrides)
     if asked.max_parquet_files:
         changes.append(f"data.max_parquet_files={asked.max_parquet_files}")
@@ -90,13 +106,7 @@ def train_system(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     os.chdir(folder)
     logging.getLogger("muster.recipe.load").setLevel(logging.WARNING)  # older names are meant here
 
-    def before(recipe: Recipe) -> None:
-        place = cluster.detect(os.environ)
-        found = inventory.detect()
-        environment.apply(environment.variables(found, place.world, recipe.distributed.strategy))
-        provide(recipe, folder)
-
-    return train_here(str(config), changes, before=before)
+    return train_here(str(config), changes, before=lambda recipe: provide(recipe, folder))
 
 
 def train_with_trainer(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -121,7 +131,7 @@ def script_arguments(arguments: Sequence[str], recipe: Path) -> tuple[str, list[
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", default=str(recipe), help="one of muster's recipes, or a file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    found = parser.parse_intermixed_args(arguments)
+    found = parser.parse_intermixed_args(cluster.own_arguments(arguments))
     return found.recipe, found.overrides
 
 
@@ -153,82 +163,11 @@ def _watched(run: runs.Run) -> Iterator[None]:
     watcher.start()
     try:
         yield
-    except BaseException as error:
-        leave_word(run.path, 0, error)
-        run.update(state="failed", ended=time.time(), exit_code=1)
-        raise
     finally:
         ended.set()
         watcher.join(5)
     if results := run.results():
         console.print(results_table(results, str(run.path)))
-
-
-def validate_here(timeout_s: float = 60.0) -> int:
-    """Whether the ranks that torchrun started find each other, each on a device of its own, and add
-    up correctly. Rank 0 prints a line per rank and a verdict; returns the exit code."""
-    place = cluster.detect(os.environ)
-    set_up(f"Rank {place.rank}")
-    try:
-        mesh = meshes.join(
-            place.rank, place.local_rank, Layout(replicate=place.world), "auto", timeout_s
-        )
-    except MusterError as error:
-        log.error("%s", error)
-        os._exit(2)
-    said = mesh.gather(_trial(mesh))
-    problems = trial_problems(said)
-    if mesh.first:
-        for rank, found in enumerate(said):
-            print(
-                f"[Rank {rank}] Rank: {rank}/{mesh.world}, Local Rank (GPU): {found['local_rank']}, "
-                f"{found['device']} on {found['host']}, all-reduce of {TRIAL_MIB} MiB: "
-                f"{'correct' if found['correct'] else 'WRONG'}, {found['ms']:.1f} ms"
-            )
-        print("\n".join(problems) or f"{mesh.world} rank(s) work together", flush=True)
-    mesh.barrier()
-    meshes.leave()
-    return 1 if problems else 0
-
-
-def _trial(mesh: Mesh) -> dict[str, Any]:
-    """One rank's account of an all-reduce on its device: rank r brings r + 1 everywhere."""
-    gpu = mesh.device.type == "cuda"
-    values = torch.full((TRIAL_MIB << 18,), mesh.rank + 1.0, device=mesh.device)
-    for _ in range(2):  # the first one sets up the connections
-        total = values.clone()
-        started = time.perf_counter()
-        dist.all_reduce(total)
-        correct = bool((total == mesh.world * (mesh.world + 1) / 2).all())  # waits for the device
-        ms = (time.perf_counter() - started) * 1e3
-    return {
-        "local_rank": mesh.local_rank,
-        "host": os.uname().nodename,
-        "device": torch.cuda.get_device_name(mesh.device) if gpu else "CPU",
-        "uuid": str(torch.cuda.get_device_properties(mesh.device).uuid) if gpu else None,
-        "correct": correct,
-        "ms": ms,
-    }
-
-
-def trial_problems(said: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong with the ranks that gave these accounts."""
-    problems = [
-        f"FAILED: rank {rank} got a wrong sum from the others; see `nvidia-smi` for errors of its GPU"
-        for rank, found in enumerate(said)
-        if not found["correct"]
-    ]
-    owners: dict[tuple[str, str], int] = {}
-    for rank, found in enumerate(said):
-        if found["uuid"] is None:
-            continue
-        first = owners.setdefault((found["host"], found["uuid"]), rank)
-        if first != rank:
-            problems.append(
-                f"FAILED: ranks {first} and {rank} share one GPU of {found['host']}; start as many "
-                "ranks as it has GPUs, and check CUDA_VISIBLE_DEVICES"
-            )
-    return problems
 
 
 def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:

@@ -209,6 +209,7 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
         f"Workers per {'GPU' if found.gpus else 'rank'}: "
         f"{environment.data_workers(found) if workers == 'auto' else workers}",
         f"CPU cores: {found.cpus}",
+        *found.describe_hidden(),
     ]
     if found.gpus:
         lines.append("GPU information:")

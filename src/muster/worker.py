@@ -11,6 +11,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,11 @@ from muster import records, runs
 from muster.data.batches import BatchPlan
 from muster.data.corpus import Split
 from muster.data.loader import Loader, Source
-from muster.errors import DataError, MusterError, RecipeError
-from muster.hardware import environment, inventory
-from muster.launch import cluster
+from muster.errors import SHRINK, DataError, LaunchError, MusterError, RecipeError
+from muster.hardware import affinity, environment, inventory, network
+from muster.launch import cluster, failure, rendezvous
 from muster.launch.cluster import Place
+from muster.observe import heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.observe.observer import Observer
 from muster.observe.results import write_json
@@ -40,6 +43,7 @@ from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
+from muster.train import memory
 from muster.train.checkpoint import (
     Checkpoints,
     Saved,
@@ -61,27 +65,58 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     """
     task = look(recipe, place.world)
     mesh, run = meet(recipe, place, run)
+    heartbeat.start(run.path, place.rank, recipe.distributed.stall_limit_s)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         place.rank,
         place.world,
         place.local_rank,
     )
-    job = prepare(recipe, mesh, run, task)
-    results = finish(job, run, train(job))
+    try:
+        job = prepare(recipe, mesh, run, task)
+        results = finish(job, run, train(job))
+    except BaseException as error:
+        leave_word(run.path, place.rank, error)
+        if not isinstance(error, memory.StartSmaller):
+            heartbeat.failed(error)
+        raise
     job.observer.close()
     meshes.leave()
+    heartbeat.stop()
     return results
 
 
 def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs.Run]:
     """Join the other ranks, side by side for now, in rank 0's run directory."""
-    options, layout = recipe.distributed, Layout(replicate=place.world)
-    mesh = meshes.join(place.rank, place.local_rank, layout, options.backend, options.timeout_s)
+    options, layout, store = recipe.distributed, Layout(replicate=place.world), None
+    if run is not None and place.rank == 0:
+        heartbeat.clear(run.path)
+    device = meshes.bind_device(place.local_rank)
+    if place.world > 1:
+        store = rendezvous.for_rank(place, options.timeout_s)
+        rendezvous.sign_in(store, place, meshes.identity(device), options.timeout_s)
+    mesh = meshes.join(
+        place.rank, place.local_rank, layout, options.backend, options.timeout_s, store
+    )
     path: list[Any] = [str(run.path.resolve()) if run else None]
     if mesh.world > 1:
         dist.broadcast_object_list(path)
+    _check_shared(Path(path[0]), mesh)
     return mesh, runs.Run(Path(path[0]))
+
+
+def _check_shared(folder: Path, mesh: Mesh) -> None:
+    """A checkpoint's parts come from all nodes, so all of them must see the one run directory."""
+    blind = [
+        host
+        for host, sees in mesh.gather((os.uname().nodename, (folder / "run.json").is_file()))
+        if not sees
+    ]
+    if blind:
+        raise LaunchError(
+            f"rank 0's run directory {folder} does not exist on {', '.join(sorted(set(blind)))}; put "
+            "logging.dir on storage that all nodes share"
+        )
 
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
@@ -91,6 +126,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     source = open_source(task, recipe, mesh)
     mesh = mesh.arranged(choose_layout(recipe, task, mesh))
     sizes = solve(recipe.training, mesh.layout.data_ranks)
+    flow = _flow(recipe, mesh.layout, sizes)
+    sizes = memory.shrunk(sizes, mesh, run.path, flow)
     plan = BatchPlan(
         source.lengths,
         sizes.global_batch,
@@ -108,8 +145,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         task.collate,
         rank=mesh.data_rank,
         ranks=mesh.layout.data_ranks,
-        accumulation=sizes.accumulation * _flow(recipe, mesh.layout, sizes),
-        workers=environment.data_workers(inventory.detect()) if workers == "auto" else workers,
+        accumulation=sizes.accumulation * flow,
+        workers=environment.data_workers(inventory.detect(), 1) if workers == "auto" else workers,
         prefetch=recipe.data.prefetch,
         pin=mesh.device.type == "cuda",
     )
@@ -269,7 +306,8 @@ def final_scores(job: Job) -> Evaluation | None:
 
 def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     """Score what was trained, and write the results: rank 0 returns them."""
-    final = final_scores(job) if done == job.steps else None
+    with memory.explained(job, done - 1, "evaluation"):
+        final = final_scores(job) if done == job.steps else None
     tell_broken(job.loader.source, job.mesh)
     if not job.mesh.first:
         return {}
@@ -282,13 +320,17 @@ def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:
-    """This rank's own account of its end, for the supervisor to tell."""
+    """This rank's own account of its end, told once, for the supervisor to pass on."""
+    if getattr(error, "told", False):
+        return
+    error.told = True  # type: ignore[attr-defined]
     expected, message = isinstance(error, MusterError), str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         expected, message = True, f"the disk that holds {folder} is full; free some space and go on"
     log.error("%s", message if expected else traceback.format_exc())
     document = {
         "rank": rank,
+        "host": os.uname().nodename,
         "time": time.time(),
         "expected": expected,
         "kind": type(error).__name__,
@@ -309,17 +351,64 @@ def _die_with_parent() -> None:
 def main(folder: str) -> None:
     """A worker process's whole life. It leaves without tearing anything down: all that matters is
     on disk by then, other ranks may still sit in a collective, and destructors can wait for them."""
-    _die_with_parent()
     run, place, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
+    if place.agent:
+        _die_with_parent()
+    stopping.listen(signal.SIGTERM, signal.SIGUSR1)
     log_to_file(run.path, place.rank)
     try:
-        run_rank(from_resolved(run.path / "recipe.yaml"), place, run)
+        recipe = from_resolved(run.path / "recipe.yaml")
+        settle(place, recipe.distributed.strategy)
+        with nullcontext() if place.agent else speaking_for(run, place):
+            run_rank(recipe, place, run)
     except BaseException as error:
         leave_word(run.path, place.rank, error)
-        code = 1
+        code = SHRINK if isinstance(error, memory.StartSmaller) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def settle(place: Place, strategy: str) -> None:
+    """Near this rank's GPU, or on cores of its own, with the variables that the hardware wants and
+    torch's own, for libraries that read nothing else."""
+    found = inventory.detect()
+    nodes = place.world // place.local_world
+    environment.apply(
+        environment.variables(found, place.local_world, strategy, nodes=nodes, master=place.address)
+    )
+    cores = os.sched_getaffinity(0)
+    bound = place.launcher in ("srun", "mpirun") and len(cores) < (os.cpu_count() or 1)
+    if not bound:  # by them already, each rank to its own
+        gpu = place.local_rank if found.gpus else None
+        cores = affinity.cores_for(place.local_rank, place.local_world, found, gpu)
+        affinity.pin(cores)
+    threads = os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(cores))
+    if place.world == 1:
+        return
+    cluster.export(place, os.environ)
+    if nodes == 1 and (interface := network.interface_for(place.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextmanager
+def speaking_for(run: runs.Run, place: Place) -> Iterator[None]:
+    """Without a supervisor, rank 0 answers for the run: that it lives, and how it failed."""
+    if place.rank > 0:
+        yield
+        return
+    run.own()
+    run.keep_alive()
+    run.update(state="running", ranks=place.world, failure=None, exit_code=None)
+    try:
+        yield
+    except BaseException as error:
+        leave_word(run.path, 0, error)
+        time.sleep(1.0)  # the rank that failed first may still be writing why
+        found = failure.collect(run.path, {}, place.world)
+        run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+        raise
 
 
 if __name__ == "__main__":

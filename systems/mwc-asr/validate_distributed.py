@@ -2,7 +2,7 @@
 
 import sys
 
-from muster.scripts import validate_here
+from muster.check.script import main
 
 if __name__ == "__main__":
-    sys.exit(validate_here())
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.errors import LaunchError
-from muster.launch.cluster import Place, detect
+from muster.launch.cluster import PORT, Node, Place, detect, hostnames, node
 
 TORCHRUN = {
     "RANK": "5",
@@ -19,8 +19,131 @@ def without(*names: str) -> dict[str, str]:
     return {name: value for name, value in TORCHRUN.items() if name not in names}
 
 
+# As `srun --nodes=2 --ntasks-per-node=4` sets them for task 5 of step 1, in a job of 16 tasks.
+SRUN = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "1",
+    "SLURM_NTASKS": "16",
+    "SLURM_NPROCS": "16",
+    "SLURM_JOB_NODELIST": "gpu[01-04]",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_TASKS_PER_NODE": "4(x4)",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-7",
+}
+
+
 def test_torchrun_tells_the_place():
-    assert detect(TORCHRUN) == Place(5, 8, 1, 4)
+    place = detect(TORCHRUN)
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
+    assert (place.address, place.port) == ("node-0", 29500)
+
+
+def test_srun_tells_the_place_by_its_step_and_not_by_its_job():
+    place = detect(SRUN)
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
+    assert place.address == "gpu03"
+
+
+def test_all_tasks_of_a_step_derive_one_port_and_another_step_another():
+    one = detect(SRUN)
+    assert (
+        detect(SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}).port
+        == one.port
+    )
+    assert detect(SRUN | {"SLURM_STEP_ID": "2"}).port != one.port
+    assert detect(SRUN | {"MASTER_PORT": "4711"}).port == 4711
+
+
+def test_uneven_tasks_per_node_are_counted_per_node():
+    uneven = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "5,3"}
+    assert detect(uneven).local_world == 3
+
+
+def test_a_batch_script_is_not_a_rank_though_its_job_has_many():
+    batch = {
+        name: value for name, value in SRUN.items() if "STEP" not in name
+    }  # as sbatch sets them
+    batch |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert detect(batch).world == 1
+    assert node(batch) == Node()
+
+
+def test_one_task_per_node_starts_that_nodes_ranks():
+    launcher = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    found = node(launcher)
+    assert (found.rank, found.nodes, found.address) == (1, 2, "gpu03")
+    with pytest.raises(LaunchError, match="--nodes 3, but the scheduler gave this job 2"):
+        node(launcher, nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("short", "names"),
+    [
+        ("host", ["host"]),
+        ("a,b", ["a", "b"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("gpu[099-101].cluster", ["gpu099.cluster", "gpu100.cluster", "gpu101.cluster"]),
+    ],
+)
+def test_slurms_short_list_of_hosts_is_written_out(short, names):
+    assert hostnames(short) == names
+
+
+def test_mpirun_tells_the_place_and_needs_an_address_on_several_machines():
+    with pytest.raises(LaunchError, match="mpirun -x MASTER_ADDR="):
+        detect(MPIRUN)
+    place = detect(MPIRUN | {"MASTER_ADDR": "10.0.0.1"})
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (3, 4, 1, 2)
+    alone = detect(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
+    assert alone.address == "127.0.0.1"
+    assert alone.port > 0
+
+
+def test_leftovers_that_contradict_the_launcher_are_refused_by_name():
+    with pytest.raises(LaunchError, match="torchrun's variables say rank 0, srun's say 5"):
+        detect(SRUN | TORCHRUN | {"RANK": "0"})
+    with pytest.raises(LaunchError, match="number of ranks 8, mpirun's say 4"):
+        detect(TORCHRUN | MPIRUN | {"RANK": "3", "MASTER_ADDR": "10.0.0.1"})
+
+
+def test_torchrun_under_srun_is_believed():
+    both = SRUN | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "RANK": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    assert detect(both).rank == 2
+
+
+def test_a_node_by_flags():
+    assert node({}) == Node()
+    assert node({}, 2, 1, "10.0.0.1") == Node(1, 2, "10.0.0.1", PORT)
+    with pytest.raises(LaunchError, match="--nodes 2 needs --node-rank"):
+        node({}, 2)
+    with pytest.raises(LaunchError, match="--nodes 2 needs --master-addr"):
+        node({}, 2, 1)
+    with pytest.raises(LaunchError, match="--node-rank 2 does not exist with --nodes 2"):
+        node({}, 2, 2, "10.0.0.1")
+
+
+def test_a_node_by_kubeflow():
+    env = {
+        "PET_NNODES": "2",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "job-node-0-0.job",
+        "PET_MASTER_PORT": "29400",
+        "PET_NPROC_PER_NODE": "4",
+    }
+    assert node(env) == Node(1, 2, "job-node-0-0.job", 29400)
 
 
 def test_without_variables_the_process_is_alone():

@@ -3,11 +3,10 @@
 import json
 import os
 
-import pytest
 from rich.console import Console
 
 from muster.observe import console as shown
-from muster.observe.console import Tail, event_words, failure_panel, follow, results_table
+from muster.observe.console import Tail, event_words, follow, results_table
 
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
@@ -134,46 +133,6 @@ def test_brackets_in_events_are_shown_as_they_are(tmp_path, monkeypatch):
         follow(tmp_path, lambda: "failed", console)
         file.seek(0)
         assert "from [/a]/[bold]b" in file.read()
-
-
-def failure(rank=1, signal=None, error=None, exit_code=1) -> dict:
-    return {"rank": rank, "signal": signal, "error": error, "exit_code": exit_code}
-
-
-@pytest.mark.parametrize(
-    ("what", "words", "log"),
-    [
-        (failure(signal="SIGKILL"), "Rank 1 was killed by SIGKILL", "ranks/1.log"),
-        (failure(signal="SIGKILL"), "training.per_device_batch_size", "ranks/1.log"),
-        (
-            failure(error={"expected": True, "kind": "DataError", "message": "x row 3: broken"}),
-            " x row 3: broken ",
-            "ranks/1.log",
-        ),
-        (
-            failure(error={"expected": False, "kind": "KeyError", "message": "'a'"}),
-            "Rank 1: KeyError: 'a'",
-            "ranks/1.log",
-        ),
-        (
-            failure(None, error={"expected": False, "kind": "OSError", "message": "no space"}),
-            "The launcher: OSError: no space",
-            "launcher.log",
-        ),
-        (failure(exit_code=17), "Rank 1 ended with exit code 17", "ranks/1.log"),
-    ],
-)
-def test_a_failure_names_rank_cause_and_log(what, words, log):
-    text = text_of(failure_panel(what, "runs/x"))
-    assert words in text
-    assert f"log: runs/x/{log}" in text
-    assert "the run failed" in text
-
-
-def test_the_brackets_of_a_torch_error_survive():
-    message = "[/pytorch/third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:39313"
-    error = {"expected": False, "kind": "RuntimeError", "message": message}
-    assert message in text_of(failure_panel(failure(error=error), "runs/x"))
 
 
 RESULTS = {

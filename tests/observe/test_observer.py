@@ -101,6 +101,7 @@ def test_each_rank_writes_its_times_and_only_rank_0_the_metrics(tmp_path):
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "events.jsonl").exists()
     first, _ = read_lines(tmp_path / "ranks" / "3.jsonl")
+    assert first.pop("memory_gib") > 0
     assert first == {
         "step": 1,
         "compute_s": 0.3,

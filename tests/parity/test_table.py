@@ -81,9 +81,9 @@ def broken_row(mesh, folder, model, corpus, options):
 
     right = loop._accumulate
 
-    def wrong(job, micro_batches, units):
+    def wrong(job, step, micro_batches, units):
         own = sum(b.units for b in micro_batches) * job.mesh.layout.data_ranks
-        return right(job, micro_batches, own)
+        return right(job, step, micro_batches, own)
 
     loop._accumulate = wrong
     try:

@@ -51,3 +51,28 @@ def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     config = str(SYSTEM / "configs" / "multi_gpu.yaml")
     assert peak_lr(load(config).training) == pytest.approx(2e-3)
     assert peak_lr(load(config, ["training.batch_size=64"]).training) == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("python test_distributed_setup.py", 2),
+        ("torchrun --nproc_per_node=1 test_distributed_setup.py", 1),
+    ],
+)
+def test_the_set_up_is_tested_as_the_guide_prints_it(command, ranks):
+    program, *rest = command.split()
+    starter = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
+    done = subprocess.run(
+        [sys.executable, *starter, *rest],
+        cwd=SYSTEM,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert f"Rank: {ranks - 1}/{ranks}, " in done.stdout, done.stdout + done.stderr
+    *_, verdict = done.stdout.splitlines()
+    slow = verdict == "not fit to train on: balance"  # a test beside this one may hold a rank up
+    assert slow or verdict.startswith("fit to train on")
+    assert done.returncode == int(slow)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muster import scripts, start
+from muster import start
 from muster.hardware.environment import variables
 from muster.hardware.inventory import Gpu, Inventory
 from muster.observe.results import read_lines
@@ -219,24 +219,16 @@ def test_weights_that_were_fetched_are_found(system, tmp_path):
     assert done.stderr.startswith(f"error: {NO_DATA}")
 
 
-def test_validation_says_a_line_per_rank_and_a_verdict(system):
+def test_validation_shows_every_rank_and_a_verdict(system):
     command = "torchrun --nproc_per_node=4 --standalone validate_distributed.py"
     done = call(system, command.replace("=4", "=2"), of=command)
-    assert done.returncode == 0, done.stderr
-    *lines, verdict = done.stdout.splitlines()
-    assert [line.split(",")[0] for line in lines] == [f"[Rank {r}] Rank: {r}/2" for r in range(2)]
-    assert all("all-reduce of 16 MiB: correct" in line for line in lines)
-    assert verdict == "2 rank(s) work together"
-
-
-def test_validation_names_ranks_that_add_wrongly_or_share_a_gpu():
-    good = [{"host": "a", "uuid": f"GPU-{n}", "correct": True} for n in range(3)]
-    good.append({"host": "b", "uuid": "GPU-0", "correct": True})
-    assert scripts.trial_problems(good) == []
-    (words,) = scripts.trial_problems([*good, {"host": "a", "uuid": "GPU-1", "correct": True}])
-    assert "ranks 1 and 4 share one GPU of a" in words
-    (words,) = scripts.trial_problems([*good, {"host": "a", "uuid": None, "correct": False}])
-    assert "rank 4 got a wrong sum" in words
+    for words in ("Rank: 0/2, ", "Rank: 1/2, ", "19 combinations of collective", "all-reduce "):
+        assert words in done.stdout, done.stdout + done.stderr
+    *_, verdict = done.stdout.splitlines()
+    # A test beside this one may really hold one rank up.
+    slow = verdict == "not fit to train on: balance"
+    assert slow or verdict.startswith("fit to train on")
+    assert done.returncode == int(slow)
 
 
 @pytest.mark.parametrize(

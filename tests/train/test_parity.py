@@ -80,9 +80,9 @@ def broken_normalisation(mesh, folder: str, overrides: list[str]) -> list[dict[s
 
     right = loop._accumulate
 
-    def wrong(job, micro_batches, units):
+    def wrong(job, step, micro_batches, units):
         own = sum(b.units for b in micro_batches) * mesh.world
-        return right(job, micro_batches, own)
+        return right(job, step, micro_batches, own)
 
     loop._accumulate = wrong
     try:

@@ -11,11 +11,17 @@ from typing import Annotated
 
 import typer
 
-from muster.cli import check, data, export, manage, recipe, train, use
+from muster.cli import check, data, explain, export, manage, recipe, train, use
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
+from muster.launch.cluster import own_arguments
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: boxes cost a tenth of a second
+)
 app.command()(train.train)
 app.command()(manage.watch)
 app.command("runs")(manage.list_runs)
@@ -26,6 +32,7 @@ app.command()(use.transcribe)
 app.command()(use.generate)
 app.command()(export.export)
 app.command()(check.check)
+app.command()(explain.explain)
 app.add_typer(data.app, name="data")
 app.add_typer(recipe.app, name="recipe")
 
@@ -33,7 +40,7 @@ app.add_typer(recipe.app, name="recipe")
 def main() -> None:
     """Errors meant for the user are one red line, without a stack trace."""
     try:
-        app()
+        app(own_arguments(sys.argv[1:]))
     except MusterError as error:
         print_error(str(error))
         sys.exit(2)

@@ -2,35 +2,95 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 
-from muster.cli.common import console
+from muster.cli.common import AddressOption, NodeRankOption, NodesOption, PortOption, console
 from muster.errors import MusterError
 
 
 def check(
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Ranks here. Default: every GPU, or 2 CPU ranks."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Also: is this recipe's data read fast enough? With --parity: what to train.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]…", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="Seconds to wait for a rank, in each step.")
+    ] = 30.0,
+    nodes: NodesOption = None,
+    node_rank: NodeRankOption = None,
+    master_addr: AddressOption = None,
+    master_port: PortOption = None,
+    environment: Annotated[
+        bool, typer.Option("--environment", help="Show the variables this hardware wants.")
+    ] = False,
+    export: Annotated[
+        bool, typer.Option("--export", help="With --environment: as lines for a shell.")
+    ] = False,
     parity: Annotated[
         bool,
         typer.Option("--parity", help="Train a small model under every strategy and compare."),
     ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="Ranks. Default: every GPU, or 2 CPU ranks."),
-    ] = None,
     strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Only the rows that begin so, e.g. fsdp.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --parity: only rows that begin so; with --environment: for it.",
+        ),
     ] = None,
-    recipe: Annotated[str, typer.Option(help="A recipe with a language model.")] = "gpt-micro",
 ) -> None:
-    """Is this set-up sound? Exit code 1 when it is not."""
+    """Is this set-up fit to train on? Exit code 1 when it is not."""
+    if environment or export:
+        from muster.cli.environment import show_environment
+
+        return show_environment(gpus, nodes or 1, strategy or "ddp", export, master_addr)
+    if parity:
+        return _parity(recipe or "gpt-micro", gpus, strategy)
+    if strategy:
+        raise MusterError("--strategy goes with --parity or --environment")
+    if overrides and not recipe:
+        raise MusterError(f"{overrides[0]}: key=value changes a recipe; name it with --recipe")
+
+    from muster.launch import cluster
+
+    node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
+    if recipe:
+        from muster.recipe.load import load
+
+        load(recipe, overrides or [])  # a bad name is refused before any process starts
+
+    from muster.check.report import show
+    from muster.check.run import check as run_check
+    from muster.check.run import is_rank, leave
+    from muster.check.seat import Options
+
+    report = run_check(Options(timeout, recipe, overrides or []), gpus, node)
+    code = show(report, as_json, console) if report else 0
+    if is_rank():
+        leave(code)
+    raise typer.Exit(code)
+
+
+def _parity(recipe: str, gpus: int | None, strategy: str | None) -> None:
     from rich.table import Table
 
-    from muster.check.run import run_parity
+    if gpus == 1:
+        raise MusterError("--parity compares ranks with one process; --gpus must be 2 or more")
+    from muster.check.parity_run import run_parity
 
-    if not parity:
-        raise MusterError("say what to check: muster check --parity")
     table = Table("strategy", "ranks", "loss", "gradient norm", "weights", "")
     sound, notes = True, []
     for line in run_parity(recipe, gpus, strategy):

@@ -27,6 +27,21 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]…",
 CheckpointArgument = Annotated[
     Path, typer.Argument(metavar="CHECKPOINT", help="A run, or one of its checkpoints.")
 ]
+NodesOption = Annotated[
+    int | None, typer.Option(min=1, help="Machines; say so on each of them.", show_default=False)
+]
+NodeRankOption = Annotated[
+    int | None, typer.Option(min=0, help="Which of them this is, from 0.", show_default=False)
+]
+AddressOption = Annotated[
+    str | None, typer.Option(metavar="ADDRESS", help="Where node 0 is reached.", show_default=False)
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65535, help="Its port. Default: 29500 with several nodes.", show_default=False
+    ),
+]
 SplitOption = Annotated[Split, typer.Option(help="Which part of the data.")]
 
 

@@ -30,9 +30,8 @@ def export(
     dir: DirOption = Path("runs"),
 ) -> None:
     """A language model or a Whisper as a Hugging Face folder."""
+    path = checkpoint_path(checkpoint, dir)
     from muster.exchange import export_checkpoint
 
-    export_checkpoint(
-        checkpoint_path(checkpoint, dir), folder, adapter=adapter, average=average, blend=blend
-    )
+    export_checkpoint(path, folder, adapter=adapter, average=average, blend=blend)
     console.print(f"written to {folder}", soft_wrap=True)

@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from muster.runs import Run
 
 
-def show_until_end(run: Run) -> None:
-    """Show the run until it ends, then leave with its exit code."""
-    from muster.observe.console import failure_panel, follow, results_table
+def show_until_end(run: Run, *, ranks: bool = False) -> None:
+    """Show the run until it ends, with every rank of it if asked to; leave with its exit code."""
+    from muster import runs
+    from muster.launch.slurm import Follower
+    from muster.observe.console import follow, results_table
+    from muster.observe.failure import failure_panel
+    from muster.observe.ranks import RankTable
 
     name, muster = shown(run), program()
+    table = RankTable(run.path / "ranks") if ranks else None
+    state_now = Follower(run, console.print) if run.info().get("slurm_job") else run.state
     try:
-        state = follow(run.path, run.state, console)
+        state = follow(run.path, state_now, console, table)
     except KeyboardInterrupt:
         console.print(f"\n{run.name} goes on.")
         console.print(f"come back: {muster} watch {name}\nend it:    {muster} stop {name}")
@@ -34,6 +40,8 @@ def show_until_end(run: Run) -> None:
     elif results:
         console.print(results_table(results, name))
         _suggest(run, state)
+    if state == "stopped" and run.signalled():
+        raise typer.Exit(runs.SIGNALLED)
     raise typer.Exit(info.get("exit_code") or (0 if state in ("finished", "stopped") else 1))
 
 
@@ -75,10 +83,10 @@ def _suggest(run: Run, state: str) -> None:
 
 
 def watch(run: RunArgument = "latest", dir: DirOption = Path("runs")) -> None:
-    """Follow a run; Ctrl-C leaves it running."""
+    """Follow a run, its log and how each rank fares; Ctrl-C leaves it running."""
     from muster import runs
 
-    show_until_end(runs.find(run, dir))
+    show_until_end(runs.find(run, dir), ranks=True)
 
 
 def list_runs(dir: DirOption = Path("runs")) -> None:
@@ -87,40 +95,83 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
 
     from muster import runs
 
+    found = runs.every(dir)
+    if not found:
+        console.print(f"no runs in {dir}; start one: {program()} train")
+        return
     table = Table("run", "state", "age", "ranks", "step", "loss")
-    for run in runs.every(dir):
+    for run in found:
         info, last = run.info(), run.last_metrics()
-        age = f"{(time.time() - info.get('created', 0)) / 60:.0f} min"
-        loss = f"{last['loss']:.4f}" if last else ""
+        loss = last.get("loss")
         table.add_row(
-            run.name, run.state(), age, str(info.get("ranks", "")), str(last.get("step", "")), loss
+            run.name,
+            run.state(),
+            _age(time.time() - info.get("created", 0)),
+            str(info.get("ranks", "")),
+            str(last.get("step", "")),
+            "" if not last else "not finite" if loss is None else f"{loss:.4f}",
         )
     console.print(table)
+
+
+def _age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"
 
 
 def stop(
     run: RunArgument = "latest",
     dir: DirOption = Path("runs"),
-    wait: Annotated[float, typer.Option(help="Seconds to wait for it to end.")] = 120.0,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds that the run has to save and end by itself.")
+    ] = 120.0,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not ask: end its processes, at the latest in 10 s.")
+    ] = False,
 ) -> None:
-    """Ask a run to save a checkpoint at its next step and end."""
-    import time
-
+    """Ask a run to save a checkpoint at its next step and end; end its processes if it does not."""
     from muster import runs
-    from muster.observe.results import STOP_FILE
 
     found = runs.find(run, dir)
-    if found.state() not in ("starting", "running"):
-        raise MusterError(f"{found.name} is not running: it is {found.state()}")
-    (found.path / STOP_FILE).touch()
-    limit = time.monotonic() + wait
-    while found.state() in ("starting", "running"):
-        if time.monotonic() > limit:
-            raise MusterError(
-                f"{found.name} has not ended after {wait:.0f} s; its log: {shown(found)}/ranks/0.log"
-            )
-        time.sleep(0.2)
-    console.print(f"{found.name} {found.state()}; go on: {program()} train {shown(found)}")
+    if found.state() not in runs.ALIVE:
+        go_on = f"; go on: {program()} train {shown(found)}" if found.state() != "finished" else ""
+        raise MusterError(f"{found.name} is not running: it is {found.state()}{go_on}")
+    if found.state() == "queued":
+        _cancel(found)
+        return
+    how = runs.stop(found, wait, now=now)
+    forced = {
+        "asked": "",
+        "told": ", after SIGTERM to its processes",
+        "killed": ", its processes killed: they answered neither a request nor SIGTERM",
+    }
+    state = found.state()
+    console.print(f"{found.name} {state}{forced[how]}; {_steps_kept(found)}", soft_wrap=True)
+    if state != "finished":
+        console.print(f"go on: {program()} train {shown(found)}", soft_wrap=True)
+
+
+def _cancel(run: Run) -> None:
+    """It waits at a scheduler, where no process of it can be asked."""
+    from muster.launch import slurm
+
+    if not run.info().get("slurm_job"):
+        raise MusterError(
+            f"{run.name} waits at a scheduler; take it back there "
+            f"(kubectl delete -f {shown(run)}/kubernetes.yaml)"
+        )
+    slurm.cancel(run)
+    console.print(f"{run.name} {run.state()} before it began")
+
+
+def _steps_kept(run: Run) -> str:
+    from muster.observe.results import complete_steps
+
+    steps = complete_steps(run.path)
+    return f"saved up to step {max(steps)}" if steps else "nothing was saved"
 
 
 def clean(

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from muster.cli.common import Overrides, console, load_recipe, program, shown
+from muster.cli.common import (
+    AddressOption,
+    NodeRankOption,
+    NodesOption,
+    Overrides,
+    PortOption,
+    console,
+    load_recipe,
+    program,
+    shown,
+)
 from muster.cli.manage import show_until_end
+from muster.cli.ready import check_before_launch, existing_run, open_run
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from muster.hardware.inventory import Inventory
+    from muster.launch.cluster import Node, Place
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
@@ -50,32 +64,139 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and return at once.")
     ] = False,
+    run_name: Annotated[
+        str | None,
+        typer.Option(
+            "--run",
+            metavar="NAME",
+            help="Name of the run directory; one that is there already goes on.",
+            show_default=False,
+        ),
+    ] = None,
+    on: Annotated[
+        Literal["local", "slurm", "kubernetes"],
+        typer.Option(help="Who starts the ranks: this machine, or a cluster's scheduler."),
+    ] = "local",
+    nodes: NodesOption = None,
+    node_rank: NodeRankOption = None,
+    master_addr: AddressOption = None,
+    master_port: PortOption = None,
 ) -> None:
     """Train. The run lives on its own: Ctrl-C or a closed terminal leaves it running."""
-    from muster import runs
     from muster.hardware import inventory
-    from muster.launch import local
-    from muster.observe.results import STOP_FILE
+    from muster.launch import addresses, cluster
 
     changes = list(overrides or [])
     if strategy:
         changes += _strategy(strategy, changes)
     if deepspeed_config:
         changes += _deepspeed(deepspeed_config, given=changes)
-    existing = _existing_run(recipe)
+    place = cluster.detect(os.environ)
+    if on == "local" and place.world > 1 and not cluster.slurm_launcher(os.environ):
+        return _as_rank(recipe, changes, place, gpus or nodes)
+    node = cluster.Node()
+    if on == "local":
+        node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
+    existing = existing_run(recipe, runs_elsewhere=node.rank > 0)
     resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
     found = inventory.detect()
-    ranks = _ranks(resolved, gpus, found)
-    _check_before_launch(resolved, ranks)
-    if existing:
-        _check_same_maths(existing, resolved)
-    _index_speech(resolved)
-    run = existing or runs.create(Path(resolved.logging.dir), resolved.name, {})
-    _write_recipe(run, resolved)
+    ranks = _ranks(resolved, gpus, found, elsewhere=on != "local")
+    if on != "local":
+        return _submit(on, resolved, existing, run_name, nodes or 1, ranks, detach)
+    check_before_launch(resolved, ranks * node.nodes)
+    addresses.check(node)
+    if node.rank > 0:
+        return _join(node, resolved, ranks)
+    run = open_run(resolved, existing, run_name)
+    local_start(run, ranks, node, detach, _devices(found, ranks))
+
+
+def local_start(run: Run, ranks: int, node: Node, detach: bool, devices: str) -> None:
+    from muster.launch import local
+    from muster.observe.results import STOP_FILE
+
     (run.path / STOP_FILE).unlink(missing_ok=True)
-    run.update(state="starting", exit_code=None, failure=None)
-    local.start(run, ranks)
-    console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
+    run.update(state="starting", exit_code=None, failure=None, slurm_job=None)
+    local.start(run, ranks, node)
+    console.print(f"run [bold]{run.name}[/] on {devices}")
+    if node.nodes > 1:
+        console.print(
+            f"node 0 of {node.nodes}; the others: --nodes {node.nodes} --node-rank 1 … "
+            f"--master-addr {node.address} --master-port {node.port}",
+            soft_wrap=True,
+        )
+    if detach:
+        console.print(f"watch it: {program()} watch {shown(run)}")
+        return
+    local.stop_on_signal(run)  # as a container's first process, this is the one that is told to go
+    show_until_end(run)
+
+
+def _as_rank(recipe: str, changes: list[str], place: Place, asked: object) -> None:
+    """Someone else started one process per rank, and this is one of them."""
+    from muster.scripts import train_here
+
+    if asked:
+        raise LaunchError(
+            f"{place.launcher} has started {place.world} ranks already, and this is rank {place.rank}; "
+            f"leave --gpus and --nodes out, or start one process per machine instead"
+        )
+    train_here(recipe, changes)
+
+
+def _join(node: Node, recipe: Recipe, ranks: int) -> None:
+    """Not node 0: its run is this node's too."""
+    from muster import runs
+    from muster.launch import local
+    from muster.observe.failure import failure_panel
+
+    console.print(
+        f"node {node.rank} of {node.nodes}: looking for node 0 at {node.address}:{node.port}"
+    )
+    run = local.join_run(node, recipe)
+    process = local.start(run, ranks, node)
+    console.print(f"run [bold]{run.name}[/], log: {shown(run)}/{local.log_name(node)}")
+    local.stop_on_signal(run)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:
+        console.print(f"\nnode {node.rank} goes on (process {process.pid})")
+        raise typer.Exit(130) from None
+    told = run.path / f"node-{node.rank}.json"
+    found = json.loads(told.read_text()) if told.is_file() else run.info().get("failure")
+    if code and found:
+        console.print(failure_panel(found, shown(run)))
+    stopped = run.state() == "stopped" and run.signalled()
+    raise typer.Exit(code or (runs.SIGNALLED if stopped else 0))
+
+
+def _submit(
+    on: str,
+    recipe: Recipe,
+    existing: Run | None,
+    name: str | None,
+    nodes: int,
+    ranks: int,
+    detach: bool,
+) -> None:
+    """Hand the run over to a scheduler. Ranks are GPUs there, unless the recipe asks for gloo."""
+    from muster.launch import kubernetes, slurm
+    from muster.launch.job import ClusterJob
+    from muster.parallel.layout import layout_for
+    from muster.plan.batch import solve
+
+    solve(recipe.training, layout_for(recipe.distributed, ranks * nodes).data_ranks)
+    if on == "kubernetes":
+        kubernetes.check(recipe, nodes)
+    run = open_run(recipe, existing, name, index=on == "slurm")
+    gpus = recipe.distributed.backend != "gloo"
+    given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
+    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)
+    if on == "kubernetes":
+        console.print(kubernetes.submit(job), soft_wrap=True, markup=False)
+        return
+    number = slurm.submit(job)
+    console.print(f"run [bold]{run.name}[/] is SLURM job {number}")
     if detach:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
@@ -108,26 +229,17 @@ def _deepspeed(path: Path, given: list[str]) -> list[str]:
     return changes
 
 
-def _existing_run(text: str) -> Run | None:
-    from muster import runs
-
-    path = Path(text)
-    if not (path / "run.json").is_file():
-        return None
-    run = runs.Run(path.resolve())
-    if run.state() in ("starting", "running"):
-        raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
-    return run
-
-
-def _ranks(recipe: Recipe, asked: str | None, found: Inventory) -> int:
+def _ranks(recipe: Recipe, asked: str | None, found: Inventory, elsewhere: bool = False) -> int:
+    """Ranks on each machine; what a cluster's machines offer is not known here."""
+    if asked == "all" and elsewhere:
+        raise LaunchError("--gpus all: say how many GPUs each node has, as in --gpus 8")
     if asked == "all":
         return len(found.gpus) or found.cpus
     if asked is not None and not (asked.isdigit() and int(asked) > 0):
         raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
     wanted = recipe.distributed.devices
     ranks = int(asked) if asked else wanted if isinstance(wanted, int) else found.devices
-    if found.gpus and ranks > len(found.gpus):
+    if not elsewhere and found.gpus and ranks > len(found.gpus):
         raise LaunchError(
             f"--gpus {ranks}, but this machine offers {found.describe()}; use --gpus all"
         )
@@ -146,52 +258,3 @@ def _devices(found: Inventory, ranks: int) -> str:
             "(start_training.sh: --distributed)"
         )
     return words
-
-
-def _check_before_launch(recipe: Recipe, ranks: int) -> None:
-    """What can be known to fail is refused before a run directory exists."""
-    from muster.data import corpus
-    from muster.parallel.layout import layout_for
-    from muster.plan.batch import solve
-
-    data = recipe.data
-    solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
-    corpus.check(recipe.task, data.train, data.validation, data.test)
-
-
-def _index_speech(recipe: Recipe) -> None:
-    """Durations are read here, once and with a bar, rather than by ranks that nobody watches."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    from muster.data import corpus, index
-
-    if corpus.CONTENT[recipe.task] != "speech":
-        return
-    data = recipe.data
-    named = (data.train, data.validation, data.test)
-    splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
-    paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress("indexing durations", *columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=None)
-        index.ensure_index(
-            list(dict.fromkeys(paths)),
-            data.audio_column,
-            data.text_column,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-
-
-def _check_same_maths(run: Run, recipe: Recipe) -> None:
-    """A run goes on only with the maths it began with; asked before its recipe is replaced."""
-    from muster.train.checkpoint import open_checkpoint, step_folders
-    from muster.train.same_maths import refuse_other_recipe
-
-    if step_folders(run.path / "checkpoints"):
-        refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
-
-
-def _write_recipe(run: Run, recipe: Recipe) -> None:
-    from muster.recipe.describe import to_yaml
-
-    (run.path / "recipe.yaml").write_text(to_yaml(recipe))

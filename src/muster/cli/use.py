@@ -17,7 +17,13 @@ from muster.subtitles import Format
 def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
     """A path as it stands, else a run in `dir` by its name, `latest` included."""
     named = dir / checkpoint
-    return named if not checkpoint.exists() and (named / "run.json").is_file() else checkpoint
+    if not checkpoint.exists() and (named / "run.json").is_file():
+        return named
+    if not checkpoint.exists():
+        raise MusterError(
+            f"no checkpoint at {checkpoint}: neither a path nor a run in {dir}; `muster runs` lists them"
+        )
+    return checkpoint
 
 
 Decoder = Annotated[
@@ -59,10 +65,10 @@ def evaluate(
     dir: DirOption = Path("runs"),
 ) -> None:
     """Score a checkpoint on a split of its data, or a Whisper folder on DATA."""
+    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
     from muster import inference
     from muster.observe.console import score_words
 
-    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
     other = _other_data(data, split) if data else {}
     trained: inference.Trained | inference.Recogniser
     if inference.is_folder(path):
@@ -134,6 +140,7 @@ def transcribe(
     dir: DirOption = Path("runs"),
 ) -> None:
     """Audio to text. `-` reads raw 16-bit mono samples from standard input as they arrive."""
+    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
     from muster import inference
     from muster.subtitles import render, targets, write
     from muster.transcription import transcribe
@@ -144,12 +151,7 @@ def transcribe(
     if form in ("srt", "vtt") and len(files) > 1 and output is None:
         raise MusterError(f"--format {form} of several files needs --output FOLDER")
     places = targets(paths, output, form, force) if output else None
-    recogniser = inference.load_recogniser(
-        checkpoint_path(checkpoint, dir),
-        decoding(decoder, ngram, beam),
-        language=language,
-        timestamps=timestamps,
-    )
+    recogniser = inference.load_recogniser(path, options, language=language, timestamps=timestamps)
     if live:
         for piece in inference.stream(recogniser, sys.stdin.buffer):
             print(piece, end="", flush=True)
@@ -186,10 +188,11 @@ def generate(
     dir: DirOption = Path("runs"),
 ) -> None:
     """Continue a text with a language model, shown as it is written."""
+    path = checkpoint_path(checkpoint, dir)
     from muster import generation, inference
 
     streams = generation.generate(
-        inference.load_trained(checkpoint_path(checkpoint, dir)),
+        inference.load_trained(path),
         prompt,
         max_tokens=max_tokens,
         temperature=temperature,

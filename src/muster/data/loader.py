@@ -122,18 +122,28 @@ class Loader:
         epoch, longest = self.plan.epoch_of(step), float(self.plan.lengths[ids].max())
         return [self._build(part.tolist(), epoch, longest) for part in mine]
 
+    def costliest(self, start: int, stop: int) -> int:
+        """Of steps `start` … `stop - 1`, as far as they are in one epoch, the one with the longest
+        sample: everything beside it is padded to that, or nearly as long."""
+        end = (self.plan.epoch_of(start) + 1) * self.plan.steps_per_epoch
+        lengths, batch = self.plan.lengths, self.plan.batch
+        return max(range(start, min(stop, end)), key=lambda step: float(lengths[batch(step)].max()))
+
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps `start` … `stop - 1`, each ready before it is asked for."""
         with ThreadPoolExecutor(self.workers, thread_name_prefix="data") as pool:
             ahead: deque[Future[list[Batch]]] = deque()
             upcoming = iter(range(start, stop))
             try:
-                for _ in range(start, stop):
+                for step in range(start, stop):
                     while (
-                        len(ahead) <= self.prefetch and (step := next(upcoming, None)) is not None
+                        len(ahead) <= self.prefetch and (later := next(upcoming, None)) is not None
                     ):
-                        ahead.append(pool.submit(self.micro_batches, step))
-                    yield ahead.popleft().result()
+                        ahead.append(pool.submit(self.micro_batches, later))
+                    ready = ahead.popleft().result()
+                    # `accumulation` may have grown since these were cut.
+                    current = len(ready) == self.accumulation
+                    yield ready if current else self.micro_batches(step)
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 

@@ -1,12 +1,22 @@
-"""Which rank this process is. Everything else asks here; nobody else reads these variables."""
+"""Which rank this process is, or which node it starts ranks on.
+
+Whatever started it left variables behind. They are read here and nowhere else, step-level ones
+first, and two that contradict each other are refused by name rather than believed in some order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+import re
+import zlib
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from muster.errors import LaunchError
+
+Env = Mapping[str, str]
+PORT = 29500  # torch's own default, where nobody says otherwise
 
 
 @dataclass(frozen=True)
@@ -17,52 +27,280 @@ class Place:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
+    address: str = "127.0.0.1"  # where rank 0's machine, or its agent, is met
+    port: int = 0  # 0: whatever is free; only a process that is alone may say so
+    launcher: str = "alone"
+    agent: bool = False  # a parent of torch's elastic kind watches over this process
+    meeting: str = ""  # tells a restarted run's meetings apart
+    restarts: int = 0  # how often the agent has started its ranks again
 
 
-class ClusterEnvironment(Protocol):
-    """One way of starting ranks."""
+@dataclass(frozen=True)
+class Node:
+    """One machine among those that train together; this process starts its ranks."""
 
-    def detect(self, env: Mapping[str, str]) -> bool: ...
-    def place(self, env: Mapping[str, str]) -> Place: ...
+    rank: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+class Launcher(Protocol):
+    """One way of starting processes."""
+
+    name: str
+
+    def detect(self, env: Env) -> bool: ...
+    def place(self, env: Env) -> Place: ...
 
 
 class Torchrun:
-    """torchrun, muster's own launcher, and everything else that speaks torch.distributed's variables."""
+    """torchrun, muster's own launcher, deepspeed, and all else that speaks torch's variables."""
 
+    name = "torchrun"
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
-    def detect(self, env: Mapping[str, str]) -> bool:
+    def detect(self, env: Env) -> bool:
         return "RANK" in env and "WORLD_SIZE" in env
 
-    def place(self, env: Mapping[str, str]) -> Place:
+    def place(self, env: Env) -> Place:
         missing = [name for name in self.needed if name not in env]
         if missing:
             raise LaunchError(
                 f"RANK and WORLD_SIZE are set, but {', '.join(missing)} is not; start with torchrun or "
                 "muster train, or unset RANK and WORLD_SIZE"
             )
-        values = {}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            text = env.get(name, env["WORLD_SIZE"])
-            if not text.isdecimal():
-                raise LaunchError(f"{name} is {text!r}, expected a whole number")
-            values[name] = int(text)
-        for rank, world in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-            if values[rank] >= values[world]:
-                raise LaunchError(
-                    f"{rank}={values[rank]} does not exist with {world}={values[world]}"
-                )
-        return Place(
-            values["RANK"], values["WORLD_SIZE"], values["LOCAL_RANK"], values["LOCAL_WORLD_SIZE"]
+        local_world = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in env else "LOCAL_SIZE"
+        if local_world not in env:
+            local_world = "WORLD_SIZE"
+        return replace(
+            _place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world),
+            address=env["MASTER_ADDR"],
+            port=number(env, "MASTER_PORT"),
+            launcher=self.name,
+            agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            meeting=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '')}",
+            restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
 
-ENVIRONMENTS: tuple[ClusterEnvironment, ...] = (Torchrun(),)
+class Slurm:
+    """`srun`, one task per rank. A batch script, or a lone task that starts ranks, is not a rank."""
+
+    name = "srun"
+
+    def detect(self, env: Env) -> bool:
+        return "SLURM_PROCID" in env and self.tasks(env) > 1
+
+    @staticmethod
+    def tasks(env: Env) -> int:
+        """Tasks of this step. A job's batch script runs in no step, though it has a SLURM_PROCID and
+        the job's SLURM_NTASKS."""
+        name = "SLURM_STEP_NUM_TASKS"
+        return number(env, name) if name in env else 1
+
+    def place(self, env: Env) -> Place:
+        node = slurm_node(env)
+        per_node = _task_counts(env)
+        local_world = per_node[node.rank] if per_node else self.tasks(env) // node.nodes
+        return Place(
+            rank=number(env, "SLURM_PROCID"),
+            world=self.tasks(env),
+            local_rank=number(env, "SLURM_LOCALID"),
+            local_world=local_world,
+            address=node.address,
+            port=node.port,
+            launcher=self.name,
+        )
 
 
-def detect(env: Mapping[str, str]) -> Place:
-    """The first environment that recognises itself; else this process is alone."""
-    for environment in ENVIRONMENTS:
-        if environment.detect(env):
-            return environment.place(env)
-    return Place()
+class Mpi:
+    """`mpirun`: Open MPI's variables, or those of MPICH and Intel MPI."""
+
+    name = "mpirun"
+    KINDS = (
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    )
+
+    def detect(self, env: Env) -> bool:
+        return any(kind[0] in env and number(env, kind[1]) > 1 for kind in self.KINDS)
+
+    def place(self, env: Env) -> Place:
+        kind = next(kind for kind in self.KINDS if kind[0] in env)
+        place = _place(env, *kind)
+        if place.local_world == place.world:
+            address = env.get("MASTER_ADDR", "127.0.0.1")
+        elif "MASTER_ADDR" in env:
+            address = env["MASTER_ADDR"]
+        else:
+            raise LaunchError(
+                f"mpirun started {place.world} ranks on several machines, but nothing says where they "
+                "meet; add: mpirun -x MASTER_ADDR=ADDRESS_OF_RANK_0 …"
+            )
+        job = env.get("PMIX_NAMESPACE") or env.get("PMI_JOBID") or str(os.getppid())
+        return replace(place, address=address, port=_port(env, job), launcher=self.name)
+
+
+LAUNCHERS: tuple[Launcher, ...] = (Torchrun(), Slurm(), Mpi())
+
+
+def detect(env: Env) -> Place:
+    """This process's place by whichever launcher recognises itself; else it is alone."""
+    found = [launcher for launcher in LAUNCHERS if launcher.detect(env)]
+    if not found:
+        return Place()
+    place = found[0].place(env)
+    if "TORCHELASTIC_RUN_ID" not in env:  # under torchrun, srun's or mpirun's tasks are whole nodes
+        for other in found[1:]:
+            _refuse_contradiction(place, other.place(env))
+    return place
+
+
+def own_arguments(words: Sequence[str]) -> list[str]:
+    """Without the `--local_rank=N` that the deepspeed command adds; LOCAL_RANK says it already."""
+    return [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+
+
+def export(place: Place, env: MutableMapping[str, str]) -> None:
+    """Say it again in torch's variables, for libraries that read nothing else."""
+    env.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.world),
+        LOCAL_RANK=str(place.local_rank),
+        LOCAL_WORLD_SIZE=str(place.local_world),
+        MASTER_ADDR=place.address,
+        MASTER_PORT=str(place.port),
+    )
+
+
+def _refuse_contradiction(one: Place, other: Place) -> None:
+    for field, word in (("rank", "rank"), ("world", "number of ranks")):
+        mine, theirs = getattr(one, field), getattr(other, field)
+        if mine != theirs:
+            raise LaunchError(
+                f"{one.launcher}'s variables say {word} {mine}, {other.launcher}'s say {theirs}; unset "
+                f"the leftovers of {one.launcher} (RANK, WORLD_SIZE, LOCAL_RANK …), or start with one "
+                "launcher only"
+            )
+
+
+def node(
+    env: Env, nodes: int = 0, rank: int | None = None, address: str = "", port: int = 0
+) -> Node:
+    """This machine's place among several: what was asked for, else what a scheduler says."""
+    found = next((read(env) for read in (kubeflow_node, slurm_launcher) if read(env)), None)
+    if found and nodes and found.nodes != nodes:
+        raise LaunchError(
+            f"--nodes {nodes}, but the scheduler gave this job {found.nodes}; leave --nodes out"
+        )
+    if found and found.nodes > 1:
+        return Node(
+            found.rank if rank is None else rank,
+            found.nodes,
+            address or found.address,
+            port or found.port,
+        )
+    if nodes <= 1:
+        return Node(port=port)
+    if rank is None or not address:
+        flag = "--node-rank" if rank is None else "--master-addr"
+        raise LaunchError(
+            f"--nodes {nodes} needs {flag}: on each machine say "
+            f"--node-rank 0 … {nodes - 1} and --master-addr ADDRESS_OF_NODE_0"
+        )
+    if rank >= nodes:
+        raise LaunchError(f"--node-rank {rank} does not exist with --nodes {nodes}: count from 0")
+    return Node(rank, nodes, address, port or PORT)
+
+
+def kubeflow_node(env: Env) -> Node | None:
+    """What Kubeflow's operator tells torchrun, for which muster stands in."""
+    if not env.get("PET_NNODES", "").isdecimal():
+        return None
+    nodes = number(env, "PET_NNODES")
+    rank = number(env, "PET_NODE_RANK") if nodes > 1 else 0
+    port = number(env, "PET_MASTER_PORT") if "PET_MASTER_PORT" in env else PORT
+    return Node(rank, nodes, env.get("PET_MASTER_ADDR", ""), port)
+
+
+def slurm_launcher(env: Env) -> Node | None:
+    """Under `srun --ntasks-per-node=1`, where each task starts its machine's ranks."""
+    if "SLURM_PROCID" not in env:
+        return None
+    found, tasks = slurm_node(env), Slurm.tasks(env)
+    return found if tasks == found.nodes else None
+
+
+def slurm_node(env: Env) -> Node:
+    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "localhost"
+    hosts = hostnames(names)
+    nodes = number(env, "SLURM_STEP_NUM_NODES") if "SLURM_STEP_NUM_NODES" in env else len(hosts)
+    job = f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
+    address = env.get("MASTER_ADDR") or (hosts[0] if nodes > 1 else "127.0.0.1")
+    rank = number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    return Node(rank, nodes, address, _port(env, job))
+
+
+def hostnames(text: str) -> list[str]:
+    """SLURM's short form written out: `gpu[01-03,7],login` → gpu01 gpu02 gpu03 gpu7 login."""
+    names = []
+    for word in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        parts = re.split(r"\[([^\]]*)\]", word)
+        grown = [parts[0]]
+        for inner, after in zip(parts[1::2], parts[2::2], strict=True):
+            grown = [name + one + after for name in grown for one in _numbers(inner)]
+        names += grown
+    return names
+
+
+def _numbers(text: str) -> list[str]:
+    found = []
+    for word in text.split(","):
+        first, _, last = word.partition("-")
+        stop = int(last or first)
+        found += [str(n).zfill(len(first)) for n in range(int(first), stop + 1)]
+    return found
+
+
+def _task_counts(env: Env) -> list[int]:
+    """`2(x3),1` → 2 2 2 1: the tasks of each node of this step."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or ""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def _place(env: Env, rank: str, world: str, local_rank: str, local_world: str) -> Place:
+    names = (rank, world, local_rank, local_world)
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise LaunchError(f"{rank} is set, but {', '.join(missing)} is not")
+    values = [number(env, name) for name in names]
+    for mine, all_of_them in ((0, 1), (2, 3)):
+        if values[mine] >= values[all_of_them]:
+            raise LaunchError(
+                f"{names[mine]}={values[mine]} does not exist with {names[all_of_them]}="
+                f"{values[all_of_them]}"
+            )
+    return Place(values[0], values[1], values[2], values[3])
+
+
+def number(env: Env, name: str) -> int:
+    text = env.get(name, "")
+    if not (text.isascii() and text.isdecimal()):
+        raise LaunchError(f"{name} is {text!r}, expected a whole number")
+    return int(text)
+
+
+def _port(env: Env, job: str) -> int:
+    """The port that was given, else one that all processes of a job derive alike."""
+    if "MASTER_PORT" in env:
+        return number(env, "MASTER_PORT")
+    return 20000 + zlib.crc32(job.encode()) % 10000

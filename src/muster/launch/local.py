@@ -1,145 +1,277 @@
 """Ranks on this machine: torch's elastic agent, in a process of its own that outlives the terminal.
 
 `start` returns at once; the supervisor it leaves behind starts one worker per device, starts them
-again from the last checkpoint when one was killed, and notes in the run directory how it ended.
+again from the last checkpoint when one was killed, and notes in the run directory how it ended. With
+several nodes each has such a supervisor, and node 0's speaks for the run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
+from muster.errors import SHRINK, LaunchError, MusterError
+from muster.launch.cluster import Node
+from muster.launch.cluster import node as resolve_node
+from muster.observe import heartbeat
 from muster.observe.logs import set_up
+from muster.observe.results import STOP_FILE, complete_steps, write_json
 from muster.recipe.load import from_resolved
+from muster.recipe.schema import Recipe
 from muster.runs import Run
 
 log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
+ONE_NODE = Node()
 
 
-def start(run: Run, ranks: int) -> subprocess.Popen[bytes]:
+def start(run: Run, ranks: int, node: Node = ONE_NODE) -> subprocess.Popen[bytes]:
     """Leave a supervisor behind in a session of its own: neither Ctrl-C nor hang-up reaches it."""
-    with (run.path / "launcher.log").open("ab") as out:
+    where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
+    where += ["--master-port", node.port]
+    command = [sys.executable, "-m", "muster.launch.local", run.path, ranks, *where]
+    with (run.path / log_name(node)).open("ab") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "muster.launch.local", str(run.path), str(ranks)],
+            [str(word) for word in command],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **threads(ranks)},
         )
-    while run.info().get("pid") != process.pid and process.poll() is None:
+    while node.rank == 0 and run.info().get("pid") != process.pid and process.poll() is None:
         time.sleep(0.02)  # until it answers for the run, so that nobody takes the run for dead
     return process
 
 
-def threads(ranks: int) -> dict[str, str]:
-    """Each rank its share of the cores, unless the user decided."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
-    return {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
+def log_name(node: Node) -> str:
+    return "launcher.log" if node.rank == 0 else f"launcher-{node.rank}.log"
 
 
-def supervise(run: Run, ranks: int) -> int:
-    """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
-    run.own()
-    recipe = from_resolved(run.path / "recipe.yaml")
-    restarts = in_vain = newest = 0
-    while True:
-        clear_errors(run.path)
-        run.update(state="running", ranks=ranks, restarts=restarts)
-        failure = _attempt(run, ranks)
-        if failure is None:
-            return 0
-        killed = failure["signal"] is not None
-        reached = max(_complete_steps(run.path), default=0)
-        in_vain, newest = (0 if reached > newest else in_vain), reached
-        if killed and in_vain < recipe.distributed.max_restarts:
-            restarts, in_vain = restarts + 1, in_vain + 1
-            _note(
-                run, "restarting", rank=failure["rank"], signal=failure["signal"], attempt=restarts
+class Supervisor:
+    def __init__(self, run: Run, ranks: int, node: Node) -> None:
+        self.run, self.ranks, self.node = run, ranks, node
+        self.recipe = from_resolved(run.path / "recipe.yaml")
+        self.restarts = self.in_vain = self.newest = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Only node 0 writes about the run as a whole."""
+        return self.node.rank == 0
+
+    def supervise(self) -> int:
+        """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
+        from muster.launch.nodes import Nodes
+
+        options = self.recipe.distributed
+        self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s)
+        if self.speaks:
+            self.run.keep_alive()
+            self.nodes.publish(path=str(self.run.path.resolve()), recipe=self.recipe.as_dict())
+        self._set_environment()
+        while True:
+            if self.speaks:
+                clear_last_words(self.run.path)
+            self.nodes.arrive()
+            if self.speaks:
+                self.run.update(
+                    state="running",
+                    ranks=self.ranks * self.node.nodes,
+                    nodes=self.nodes.hosts,
+                    restarts=self.restarts,
+                )
+            verdict = self.nodes.decide(self._attempt(), self._judge)
+            if not verdict["again"]:
+                return int(verdict["exit_code"])
+
+    def _attempt(self) -> dict[str, Any] | None:
+        """One life of this node's ranks; None when all of them ended well or were sent home."""
+        from muster.launch import failure
+        from muster.launch.agent import run_ranks
+
+        before = failure.count_oom_kills()
+        run_id = f"{self.run.name}.{self.nodes.attempt}"
+        command = ("-m", WORKER, str(self.run.path))
+        codes = run_ranks(self.nodes, run_id, self.ranks, command)
+        if not codes:
+            return None
+        self.nodes.report_failure()
+        world = self.ranks * self.node.nodes
+        return failure.collect(self.run.path, codes, world, before)
+
+    def _judge(self, accounts: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """What becomes of the run, by how every node's ranks fared."""
+        from muster.launch import failure
+
+        failures = [
+            self._silence(account["silent"]) if "silent" in account else account
+            for account in accounts
+            if account
+        ]
+        if not failures:
+            return {"again": False, "exit_code": 0}
+        worst = failure.first(failures)
+        if self._worth_another(worst):
+            return {"again": True}
+        if self.speaks:
+            self.run.update(state="failed", failure=worst, ended=time.time(), exit_code=1)
+        else:
+            write_json(self.run.path / f"node-{self.node.rank}.json", worst)
+        return {"again": False, "exit_code": 1, "failure": worst}
+
+    def _silence(self, node: int) -> dict[str, Any]:
+        from muster.launch import failure
+
+        return failure.silent(node, self.nodes.hosts[node], self.nodes.silence(node))
+
+    def _worth_another(self, worst: dict[str, Any]) -> bool:
+        """A killed rank is started again, unless it keeps dying without getting any further."""
+        if not self.speaks:
+            return False  # node 0 has fallen silent; nobody could be met again
+        if worst["exit_code"] == SHRINK:
+            return True  # smaller from now on, as the rank has noted; that can happen only so often
+        reached = max(complete_steps(self.run.path), default=0)
+        self.in_vain, self.newest = (0 if reached > self.newest else self.in_vain), reached
+        if worst["signal"] is None or self.in_vain >= self.recipe.distributed.max_restarts:
+            return False
+        self.restarts, self.in_vain = self.restarts + 1, self.in_vain + 1
+        self._note("restarting", rank=worst["rank"], signal=worst["signal"], attempt=self.restarts)
+        return True
+
+    def _set_environment(self) -> None:
+        from muster.hardware import environment, inventory
+
+        found = inventory.detect()
+        strategy = self.recipe.distributed.strategy
+        environment.apply(
+            environment.variables(
+                found, self.ranks, strategy, nodes=self.node.nodes, master=self.node.address
             )
-            continue
-        run.update(state="failed", failure=failure, ended=time.time(), exit_code=1)
-        return 1
+        )
+
+    def _note(self, what: str, **details: Any) -> None:
+        with (self.run.path / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
 
-def _attempt(run: Run, ranks: int) -> dict[str, Any] | None:
-    """One start of all ranks; None when all of them ended well."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=run.name,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(config, sys.executable)("-m", WORKER, str(run.path))
-    except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        return first_failure(run.path, codes)
-    return None
-
-
-def first_failure(folder: Path, exit_codes: dict[int, int]) -> dict[str, Any]:
-    """What went wrong first: a rank that was killed, else the earliest of the ranks' own words.
-
-    When one rank goes, the others fail soon after in a collective; their complaints do not count.
-    """
-    killed = {rank: Signals(-code).name for rank, code in exit_codes.items() if code < 0}
-    by_others = {rank: signal for rank, signal in killed.items() if signal != "SIGTERM"}
-    for rank, signal in by_others.items():  # the agent itself ends the remaining ranks with SIGTERM
-        return {"rank": rank, "exit_code": exit_codes[rank], "signal": signal, "error": None}
-    errors = [json.loads(p.read_text()) for p in (folder / "ranks").glob("*.error.json")]
-    for error in sorted(errors, key=lambda e: (not e["expected"], e["time"])):
-        return {"rank": error["rank"], "exit_code": 1, "signal": None, "error": error}
-    rank, code = next(iter(exit_codes.items()))
-    return {"rank": rank, "exit_code": code, "signal": killed.get(rank), "error": None}
-
-
-def _complete_steps(folder: Path) -> Iterator[int]:
-    for manifest in (folder / "checkpoints").glob("step-*/manifest.json"):
-        yield int(manifest.parent.name.removeprefix("step-"))
-
-
-def clear_errors(folder: Path) -> None:
+def clear_last_words(folder: Path) -> None:
+    """What ranks of an earlier attempt left behind about their end."""
+    heartbeat.clear(folder)
     for path in (folder / "ranks").glob("*.error.json"):
         path.unlink()
 
 
-def _note(run: Run, what: str, **details: Any) -> None:
-    with (run.path / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
+def join_run(node: Node, recipe: Recipe) -> Run:
+    """The run that node 0 has made, seen from another node."""
+    from muster.launch import rendezvous
 
-
-def main(folder: str, ranks: str) -> int:
-    """Even a supervisor that breaks leaves a run that says so."""
-    set_up("launcher")
-    run = Run(Path(folder))
+    rendezvous.refuse_loopback(node.address)
+    limit = recipe.distributed.timeout_s
+    store = rendezvous.reach(node.address, node.port, limit)
     try:
-        return supervise(run, int(ranks))
+        store.wait(["run"])
+    except RuntimeError:
+        raise LaunchError(
+            f"{node.address}:{node.port} answers, but says nothing of a run within {limit:.0f} s; is "
+            "that node 0 of this run?"
+        ) from None
+    facts = json.loads(store.get("run"))
+    theirs = Recipe.model_validate(facts["recipe"])
+    if different := differences(theirs.as_dict(), recipe.as_dict()):
+        words = "give every node the same recipe and the same key=value words"
+        store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {words}")
+        raise LaunchError(
+            f"node 0 trains with another recipe ({'; '.join(different[:3])}); {words}"
+        )
+    run = Run(Path(facts["path"]))
+    if not (run.path / "run.json").is_file():
+        raise LaunchError(
+            f"node 0's run directory {run.path} does not exist on {os.uname().nodename}; put "
+            "logging.dir on storage that all nodes share"
+        )
+    return run
+
+
+def differences(one: Any, other: Any, key: str = "") -> list[str]:
+    """Keys whose values differ, in the form `training.lr: 0.1 here 0.2`."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return [
+            words
+            for name in sorted({*one, *other})
+            for words in differences(one.get(name), other.get(name), f"{key}.{name}".strip("."))
+        ]
+    return [] if one == other else [f"{key}: {one!r} there, {other!r} here"]
+
+
+def stop_on_signal(run: Run) -> None:
+    """SIGTERM and SIGUSR1 ask the run to save and end, as `muster stop` does."""
+
+    def heard(number: int, _: object) -> None:
+        if not (run.path / STOP_FILE).exists():
+            (run.path / STOP_FILE).write_text(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, heard)
+
+
+def main(arguments: list[str]) -> int:
+    """Even a supervisor that breaks leaves a run that says so."""
+    parser = argparse.ArgumentParser(prog="muster.launch.local")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--node-rank", type=int)
+    parser.add_argument("--master-addr", default="")
+    parser.add_argument("--master-port", type=int, default=0)
+    asked = parser.parse_args(arguments)
+    set_up("launcher")
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
+    run = Run(asked.run)
+    node = resolve_node(
+        os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
+    )
+    if node.rank == 0:
+        run.own()
+    stop_on_signal(run)
+    codes: list[int] = []
+    # torch's agent takes over the signals of the thread it runs in, if that is the main one
+    life = threading.Thread(target=lambda: codes.append(_guarded(run, asked.ranks, node)))
+    life.start()
+    while life.is_alive():
+        life.join(0.2)
+    return codes[0]
+
+
+def _guarded(run: Run, ranks: int, node: Node) -> int:
+    try:
+        return Supervisor(run, ranks, node).supervise()
     except Exception as error:
-        log.exception("the launcher itself failed")
-        own = {"expected": False, "kind": type(error).__name__, "message": str(error)}
-        failure = {"rank": None, "exit_code": 1, "signal": None, "error": own}
-        run.update(state="failed", failure=failure, ended=time.time(), exit_code=1)
+        from muster.launch import failure
+
+        expected = isinstance(error, MusterError)
+        if expected:
+            log.error("%s", error)
+        else:
+            log.exception("the launcher itself failed")
+        found = failure.of_launcher(error, expected)
+        if node.rank == 0:
+            run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+        else:
+            write_json(run.path / f"node-{node.rank}.json", found)
         return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads may still wait for a node that is gone

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.multiprocessing as mp
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from muster.launch import rendezvous
 
 
 def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> None:
@@ -15,7 +16,7 @@ def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) 
 
     The parent holds the meeting point on a port the system chose, so none can be taken already.
     """
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = rendezvous.host(rendezvous.LOOPBACK, 0, 300.0)
     mp.spawn(  # type: ignore[attr-defined]
         _child, args=(ranks, store.port, function, arguments), nprocs=ranks
     )
@@ -27,7 +28,7 @@ def _child(rank: int, ranks: int, port: int, function: Callable[..., Any], argum
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
         LOCAL_WORLD_SIZE=str(ranks),
-        MASTER_ADDR="localhost",
+        MASTER_ADDR=rendezvous.LOOPBACK,
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )

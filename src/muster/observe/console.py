@@ -11,18 +11,19 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
+
+if TYPE_CHECKING:
+    from muster.observe.ranks import RankTable
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 10.0
-ACTIVE = ("starting", "running")
+ACTIVE = ("queued", "starting", "running")
 
 
 class Tail:
@@ -53,13 +54,45 @@ class Tail:
                 yield document
 
 
-def follow(folder: Path, state: Callable[[], str], console: Console) -> str:
-    """Show the run until it ends; returns its last state. Ctrl-C reaches the caller."""
+class Log:
+    """New whole lines of a text file since the last look; at first only those at its end."""
+
+    def __init__(self, path: Path, end: int = 2048) -> None:
+        self.path, self.end = path, end
+        self.offset: int | None = None
+
+    def new(self) -> list[str]:
+        try:
+            file = self.path.open("rb")
+        except FileNotFoundError:
+            return []
+        with file:
+            if self.offset is None:
+                self.offset = max(0, file.seek(0, os.SEEK_END) - self.end)
+                file.seek(self.offset)
+                self.offset += len(file.readline()) if self.offset else 0
+            file.seek(self.offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+            self.offset += len(whole + newline)
+        return whole.decode(errors="replace").splitlines()
+
+
+def follow(
+    folder: Path,
+    state: Callable[[], str],
+    console: Console,
+    ranks: RankTable | None = None,
+) -> str:
+    """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
+    rank 0's log and how every rank fares, too."""
     metrics, events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
-    show = _Bar(console) if console.is_terminal else _Lines(console)
+    log = Log(folder / "ranks" / "0.log")
+    show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
     with show:
         while True:
             now = state()
+            for words in log.new() if ranks else ():
+                show.say(words)
             for event in events.new():
                 show.event(event)
             for line in metrics.new():
@@ -93,6 +126,9 @@ def event_words(event: dict[str, Any]) -> str | None:
             return f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
         case "restarting":
             return f"rank {event['rank']} was killed ({event['signal']}); starting again from the last checkpoint"
+        case "shrunk":
+            after = "; all ranks start again from the last checkpoint" if event["restart"] else ""
+            return str(event["words"]) + after
     return None
 
 
@@ -108,11 +144,25 @@ def score_words(scores: dict[str, float]) -> str:
     return ", ".join(form.format(scores[name]) for name, form in forms.items() if name in scores)
 
 
+class _Progress(Progress):
+    """With the ranks below it, where asked to."""
+
+    def __init__(self, ranks: RankTable | None, *columns: ProgressColumn, console: Console) -> None:
+        self.ranks = ranks
+        super().__init__(*columns, console=console)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        if self.ranks:
+            yield self.ranks.table()
+
+
 class _Bar:
     """A live line: step, loss, gradient norm, learning rate, speed, time left."""
 
-    def __init__(self, console: Console) -> None:
-        self.progress = Progress(
+    def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
+        self.progress = _Progress(
+            ranks,
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=24),
             TextColumn("{task.description}"),
@@ -134,7 +184,10 @@ class _Bar:
                 self.bar, total=event["steps"], completed=event["step"], visible=True
             )
         if words := event_words(event):
-            self.progress.console.print(words, highlight=False, markup=False)
+            self.say(words)
+
+    def say(self, words: str) -> None:
+        self.progress.console.print(words, highlight=False, markup=False)
 
     def step(self, line: dict[str, Any]) -> None:
         self.progress.update(self.bar, completed=line["step"], description=step_words(line))
@@ -143,8 +196,8 @@ class _Bar:
 class _Lines:
     """Plain lines, now and then, for logs and pipes."""
 
-    def __init__(self, console: Console) -> None:
-        self.console, self.total, self.next = console, 0, 0.0
+    def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
+        self.console, self.ranks, self.total, self.next = console, ranks, 0, 0.0
 
     def __enter__(self) -> _Lines:
         return self
@@ -156,15 +209,17 @@ class _Lines:
         if event["event"] == "started":
             self.total = event["steps"]
         if words := event_words(event):
-            self._say(words)
+            self.say(words)
 
     def step(self, line: dict[str, Any]) -> None:
         if time.monotonic() >= self.next or line["step"] == self.total:
             self.next = time.monotonic() + PLAIN_EVERY_S
             left = (self.total - line["step"]) * line["step_time_s"]
-            self._say(f"step {line['step']}/{self.total}  {step_words(line)}  {left:.0f} s left")
+            self.say(f"step {line['step']}/{self.total}  {step_words(line)}  {left:.0f} s left")
+            for words in self.ranks.lines() if self.ranks else ():
+                self.say(f"  {words}")
 
-    def _say(self, words: str) -> None:
+    def say(self, words: str) -> None:
         self.console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -205,26 +260,6 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"]))
     return table
-
-
-def failure_panel(failure: dict[str, Any], folder: str) -> Panel:
-    """What failed first, in the rank's own words, and where to read on."""
-    rank, error = failure["rank"], failure["error"]
-    log = f"{folder}/launcher.log" if rank is None else f"{folder}/ranks/{rank}.log"
-    if failure["signal"]:
-        words = (
-            f"Rank {rank} was killed by {failure['signal']}. If nobody did that by hand, the machine "
-            "most likely ran out of memory: use a smaller training.per_device_batch_size or fewer ranks."
-        )
-    elif error and error["expected"]:
-        words = str(error["message"])
-    elif error:
-        who = "The launcher" if rank is None else f"Rank {rank}"
-        words = f"{who}: {error['kind']}: {error['message']}"
-    else:
-        words = f"Rank {rank} ended with exit code {failure['exit_code']} before it could say why."
-    # Errors of torch hold brackets ("[/pytorch/…/pair.cc:534] Connection closed"): no markup here.
-    return Panel(Text(f"{words}\n\nlog: {log}"), title="the run failed", border_style="red")
 
 
 def _minutes(seconds: float) -> str:

@@ -12,6 +12,7 @@ from typing import IO, Any, Protocol
 import psutil
 import torch
 
+from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.results import STOP_FILE
 
@@ -112,7 +113,9 @@ class Observer:
                 self._board.add_scalar(f"train/{name}", line[name], record.step)
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))
+        times["memory_gib"] = line["memory_gib"]
         self._ranks.write(json.dumps({"step": record.step, **times}) + "\n")
+        self._ranks.flush()  # `muster watch` shows it
         if self._fresh:
             self._fresh = False
         else:
@@ -141,7 +144,8 @@ class Observer:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
     def stop_requested(self) -> bool:
-        return self.rank == 0 and (self.folder / STOP_FILE).exists()
+        """By `muster stop`, or by a signal to this rank."""
+        return stopping.asked.is_set() or (self.rank == 0 and (self.folder / STOP_FILE).exists())
 
     def close(self) -> None:
         self._ranks.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,32 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+def read_last(path: Path) -> dict[str, Any]:
+    """The last whole line of a .jsonl file, or nothing; only the end of the file is read."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 16 * 1024))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # one that a full disk cut short
+            return dict(json.loads(line))
+    return {}
+
+
 def write_json(path: Path, document: Any) -> None:
     """Whole or not at all: readers may look at any moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(document, indent=2) + "\n")
     os.replace(temporary, path)
+
+
+def complete_steps(run: Path) -> list[int]:
+    """Steps whose checkpoints are whole, as far as their manifests tell."""
+    manifests = (run / "checkpoints").glob("step-*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
 
 
 def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -100,6 +100,13 @@ def bind_device(local_rank: int) -> torch.device:
     return device
 
 
+def identity(device: torch.device) -> str | None:
+    """What tells a GPU from every other; a CPU has no such thing."""
+    if device.type == "cpu":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def backend_for(asked: Backend, device: torch.device) -> str:
     """Tensors on a GPU travel by NCCL; those on the CPU always by gloo."""
     if device.type == "cpu" or asked == "gloo":

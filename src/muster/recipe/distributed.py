@@ -131,7 +131,16 @@ class Distributed(Section):
         600.0,
         description="The longest any rank waits for another before the run ends with a reason.",
     )
+    stall_s: Annotated[float, Field(gt=0)] | Auto = Field(
+        "auto",
+        description="A rank that gets no further for so long is stalled: every rank writes down where "
+        "it stands, and the run ends with the one that held the others up. `auto`: 0.9 × timeout_s.",
+    )
     max_restarts: Count = Field(
         3,
         description="How often in a row, without a new checkpoint, a run whose rank was killed starts again.",
     )
+
+    @property
+    def stall_limit_s(self) -> float:
+        return 0.9 * self.timeout_s if self.stall_s == "auto" else self.stall_s

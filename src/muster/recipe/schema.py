@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from muster.recipe.data import Data
 from muster.recipe.distributed import Distributed
+from muster.recipe.places import Kubernetes, Slurm
 from muster.recipe.section import Auto, Beta, Count, Fraction, Positive, Section
 
 
@@ -117,6 +118,11 @@ class Training(Section):
     )
     label_smoothing: Fraction = Field(
         0.0, description="speech-seq2seq: this share of each target is spread over all tokens."
+    )
+    on_oom: Literal["stop", "shrink"] = Field(
+        "stop",
+        description="When a device runs out of memory: end with the reason, or halve the micro-batch on "
+        "all ranks, double the accumulation and go on; the global batch stays.",
     )
     max_bad_steps: Positive = Field(
         3,
@@ -228,6 +234,8 @@ class Recipe(Section):
     checkpoint: Checkpoint = Field(default_factory=lambda: Checkpoint())
     evaluation: Evaluation = Field(default_factory=lambda: Evaluation())
     logging: Logging = Field(default_factory=lambda: Logging())
+    slurm: Slurm = Field(default_factory=lambda: Slurm())
+    kubernetes: Kubernetes = Field(default_factory=lambda: Kubernetes())
     seed: Annotated[int, Field(ge=0, lt=2**31)] = Field(
         42, description="Weights, order and augmentation follow it."
     )

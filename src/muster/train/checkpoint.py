@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_leaves
 
 from muster.errors import CheckpointError
+from muster.observe.heartbeat import beat
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+LOOK_S = 1.0  # how often a rank that waits for a save looks whether it gets on
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ class Checkpoints:
     def save(self, step: int, engine: Engine, trainer: dict[str, Any]) -> float:
         """Start saving after `step` steps; returns the seconds that training stood still for it."""
         begin = time.perf_counter()
+        beat("saving")
         self.wait()
         folder = self.root / f"step-{step}"
         state = engine.state()
@@ -203,9 +207,20 @@ class Checkpoints:
     def wait(self) -> None:
         """Until the save in the background is complete."""
         if self._thread is not None:
-            self._thread.join()
+            self._join(self._thread)
             self._thread = None
         self.check()
+
+    def _join(self, thread: threading.Thread) -> None:
+        """A slow disk may keep a save busy for long. It is no stall while files grow."""
+        beat("saving")
+        size = 0
+        while thread.is_alive():
+            thread.join(LOOK_S)
+            grown = _size(self.root)
+            if grown != size:
+                beat("saving")
+            size = grown
 
     def _check_space(self, state: dict[str, Any]) -> None:
         needed = sum(
@@ -288,6 +303,16 @@ class Checkpoints:
             f"the checkpoint {folder.name} could not be written to {self.root}, where {free:.1f} MiB "
             f"were free ({words}); {self._last()}; nothing of it was kept"
         )
+
+
+def _size(root: Path) -> int:
+    """Bytes in the newest checkpoint, though files may vanish on the way."""
+    folders = sorted(root.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    total = 0
+    for path in folders[-1].iterdir() if folders else ():
+        with suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 def _about(path: Path) -> dict[str, Any]:

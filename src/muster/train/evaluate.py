@@ -15,6 +15,7 @@ from torch import nn
 from muster.data.batches import eval_shards
 from muster.data.corpus import Split
 from muster.data.loader import Batch, Inputs, Source
+from muster.observe.heartbeat import beat
 from muster.parallel.mesh import Mesh
 from muster.tasks.base import Example, Lengths, Task
 
@@ -68,6 +69,7 @@ def evaluate(
     examples: list[Example] = []
     rounds = _rounds(source, task.windows(source.lengths, training=False), mesh, batch_size)
     for batch, counted in _ahead(task, source, rounds):
+        beat("evaluation")
         batch = task.prepare(batch.to(mesh.device))
         with autocast():
             output = model.forward(task.questions(batch, mesh.anyone))

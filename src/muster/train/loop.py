@@ -15,12 +15,14 @@ from torch import Tensor
 
 from muster.data.loader import Batch, Loader
 from muster.errors import DataError
+from muster.observe.heartbeat import beat
 from muster.observe.observer import Observer, StepRecord
 from muster.parallel.engine import Engine, Work
 from muster.parallel.mesh import Mesh
 from muster.parallel.timing import Moment
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
+from muster.train import memory
 from muster.train.checkpoint import Checkpoints
 from muster.train.evaluate import evaluate
 from muster.train.optimizer import learning_rate, seed_step
@@ -47,6 +49,7 @@ class Job:
     start: int = 0  # completed steps; also the place in the data
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
+    held: list[int] = field(default_factory=list)  # samples of the micro-batch last begun
 
     @property
     def evaluation_batch(self) -> int:
@@ -61,17 +64,23 @@ class Job:
         """The task, as the engine sees it."""
         compiled = self.recipe.training.compile and self.mesh.layout.tensor == 1
         return Work(
-            prepare=lambda batch: self.task.prepare(batch.to(self.mesh.device)),
+            prepare=self._prepare,
             inputs=self.task.inputs,
             loss=torch.compile(self.task.loss) if compiled else self.task.loss,
             autocast=lambda: autocast(self.precision, self.mesh.device),
         )
+
+    def _prepare(self, batch: Batch) -> Batch:
+        beat("forward and backward")
+        self.held = batch.ids
+        return self.task.prepare(batch.to(self.mesh.device))
 
 
 def train(job: Job) -> int:
     """From `job.start` to `job.steps` optimizer steps, or until asked to stop. Returns steps done."""
     for part in job.engine.parts:
         part.train()
+    memory.try_costliest(job)
     done = job.start
     batches = job.loader.steps(job.start, job.steps)
     for step in range(job.start, job.steps):
@@ -93,17 +102,19 @@ def train(job: Job) -> int:
 def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     """One optimizer step over one global batch. True when someone asked the run to stop."""
     recipe, mesh, engine = job.recipe, job.mesh, job.engine
+    beat("waiting for data", step + 1)
     begin = time.perf_counter()
     micro_batches = next(batches)
     data_wait = time.perf_counter() - begin
 
-    seed_step(recipe.seed, step, mesh.rank)
     units, _ = mesh.sum(sum(batch.units for batch in micro_batches))
     agreed = time.perf_counter()
     started = Moment(mesh.device)
-    losses = _accumulate(job, micro_batches, units)
+    micro_batches, losses = _accumulate(job, step, micro_batches, units)
     synced = Moment(mesh.device)
-    grad_norm = engine.clip_(recipe.training.max_grad_norm, job.scale.value)
+    beat("optimizer step")
+    with memory.explained(job, step, "optimizer step"):
+        grad_norm = engine.clip_(recipe.training.max_grad_norm, job.scale.value)
     local = float(sum(losses))
     waiting = time.perf_counter()
     amounts = _amounts(micro_batches)
@@ -119,7 +130,8 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     lr = learning_rate(recipe.training, step, job.steps)
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
     if finite:
-        engine.step(lr)
+        with memory.explained(job, step, "optimizer step"):
+            engine.step(lr)
     engine.zero_grad()
     _judge(job, step, finite, micro_batches, losses)
 
@@ -149,9 +161,20 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     return stop > 0
 
 
-def _accumulate(job: Job, micro_batches: Sequence[Batch], units: float) -> list[Tensor]:
-    """The gradients of the global batch; the loss is divided once, by all of its units."""
-    return job.engine.accumulate(micro_batches, replace(job.work, scale=job.scale.value / units))
+def _accumulate(
+    job: Job, step: int, batches: list[Batch], units: float
+) -> tuple[list[Batch], list[Tensor]]:
+    """The gradients of the global batch; the loss is divided once, by all of its units. Returns the
+    micro-batches, which are smaller than `batches` where those had no room, and their losses."""
+    work = replace(job.work, scale=job.scale.value / units)
+    while True:
+        seed_step(job.recipe.seed, step, job.mesh.rank)
+        try:
+            return batches, job.engine.accumulate(batches, work)
+        except Exception as error:
+            memory.make_room(job, step, error)
+        memory.recover(job)
+        batches = job.loader.micro_batches(step)
 
 
 def _judge(
@@ -198,14 +221,15 @@ def agree_on_buffers(job: Job) -> None:
 
 def _score(job: Job, done: int) -> None:
     agree_on_buffers(job)
-    result = evaluate(
-        job.task,
-        job.engine,
-        "validation",
-        job.mesh,
-        job.evaluation_batch,
-        lambda: autocast(job.precision, job.mesh.device),
-    )
+    with memory.explained(job, done - 1, "evaluation"):
+        result = evaluate(
+            job.task,
+            job.engine,
+            "validation",
+            job.mesh,
+            job.evaluation_batch,
+            lambda: autocast(job.precision, job.mesh.device),
+        )
     if result is not None:
         job.observer.evaluation(done, result.split, result.scores)
 
@@ -213,7 +237,8 @@ def _score(job: Job, done: int) -> None:
 def _save(job: Job, done: int) -> None:
     agree_on_buffers(job)
     trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
-    stall = job.checkpoints.save(done, job.engine, trainer)
+    with memory.explained(job, done - 1, "save"):
+        stall = job.checkpoints.save(done, job.engine, trainer)
     job.observer.event("checkpoint", step=done, stall_s=stall)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
 
 from muster.check.parity import ROWS, rows_for
-from muster.check.run import run_parity
-from muster.cli import app
+from muster.check.parity_run import run_parity
 from muster.errors import MusterError
 
 
@@ -36,9 +34,3 @@ def test_a_row_that_does_not_exist_is_refused_with_those_that_do():
         MusterError, match="no row begins with 'magic' on 2 ranks; there are ddp, fsdp"
     ):
         run_parity("gpt-micro", 2, "magic")
-
-
-def test_check_without_a_subject_says_what_there_is():
-    result = CliRunner().invoke(app, ["check"])
-    assert result.exit_code != 0
-    assert "--parity" in str(result.exception)

@@ -1,0 +1,262 @@
+"""Step 7: how fast ranks talk, pair by pair and all together, against what the hardware should give."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.check.findings import Finding, Roll
+from muster.check.seat import Account, Seat, own_address
+from muster.hardware.inventory import Inventory
+from muster.parallel.mesh import Mesh
+
+LEAST_REPEATS, MOST_REPEATS = 4, 24  # the best one counts: loopback and busy hosts stumble often
+ALL_PAIRS_S = 8.0
+# NCCL reaches 75-90 % of a link's rate, gloo about half of a fast network's; below a third, something
+# other than the protocol is in the way.
+SHARE = 1 / 3
+# Through gloo on one machine a byte is copied about four times, by two processes that also wrap it in
+# loopback TCP. Less than a tenth of plain copying is slow even so.
+COPY_SHARE = 1 / 10
+OF_THE_MEDIAN = 1 / 2  # a pair this far below others of its kind is not like them
+NVLINK_GB_S, BLACKWELL_GB_S = 25.0, 50.0  # one link, one direction
+PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
+
+
+def measure(seat: Seat) -> Account:
+    """GB/s (10⁹ bytes): `pairs` with each rank, `all_reduce` as bus bandwidth, `copy` in memory."""
+    mesh = seat.mesh
+    gpu = mesh.device.type == "cuda"
+    block = torch.ones((64 if gpu else 4) << 18, device=mesh.device)  # 64 or 4 MiB
+    seconds, pairs = min(0.4, ALL_PAIRS_S / mesh.world), {}
+    for other in opponents(mesh.rank, mesh.world):
+        mesh.barrier()
+        if other is not None:
+            act, tell = partial(_there_and_back, block), partial(_tell_other, other)
+            took = _best(mesh, partial(act, mesh.rank, other), seconds, tell)
+            pairs[str(other)] = 2 * block.nbytes / took / 1e9
+    mesh.barrier()
+    copy = _copy_speed()
+    wide = block.repeat(4)
+    mesh.barrier()
+    took = _best(mesh, lambda: dist.all_reduce(wide), 0.4, lambda count: dist.broadcast(count, 0))
+    share = 2 * (mesh.world - 1) / mesh.world  # that passes each link, as nccl-tests count
+    return {
+        "pairs": pairs,
+        "all_reduce": share * wide.nbytes / took / 1e9,
+        "copy": copy,
+        "gpu": gpu,
+        "network": interface_speed(own_address(seat.place.address)),
+        "rates": {str(i): rate for i, rate in gpu_rates(seat.inventory, mesh.local_rank).items()},
+    }
+
+
+def _copy_speed() -> float:
+    """Of one thread, in a block too large for caches: what a byte on its way to another process costs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    block = torch.ones(64 << 18)  # 64 MiB
+    spare, times = torch.empty_like(block), []
+    for _ in range(8):
+        started = time.perf_counter()
+        spare.copy_(block)
+        times.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    return block.nbytes / min(times) / 1e9
+
+
+def opponents(rank: int, world: int) -> Iterator[int | None]:
+    """Whom to meet in each round of a tournament: all pairs, each rank once a round. None: a rest."""
+    seats = world + world % 2
+    for turn in range(seats - 1):
+        if rank == seats - 1:
+            other = turn * (seats // 2) % (seats - 1)
+        else:
+            other = (turn - rank) % (seats - 1)
+            other = seats - 1 if other == rank else other
+        yield other if other < world else None
+
+
+def _there_and_back(block: Tensor, rank: int, other: int) -> None:
+    for sender in (min(rank, other), max(rank, other)):
+        if rank == sender:
+            dist.send(block, other)
+        else:
+            dist.recv(block, other)
+
+
+def _tell_other(other: int, count: Tensor) -> None:
+    if dist.get_rank() < other:
+        dist.send(count, other)
+    else:
+        dist.recv(count, other)
+
+
+def _best(
+    mesh: Mesh, act: Callable[[], object], seconds: float, tell: Callable[[Tensor], object]
+) -> float:
+    """The fastest of as many as fit into `seconds`; `tell` makes all who act agree on how many.
+
+    The first one only sets up connections and does not count.
+    """
+
+    def timed() -> float:
+        _settle(mesh)
+        started = time.perf_counter()
+        act()
+        _settle(mesh)
+        return time.perf_counter() - started
+
+    timed()
+    times = [timed()]
+    fitting = max(LEAST_REPEATS, min(MOST_REPEATS, int(seconds / times[0])))
+    count = torch.tensor([fitting], device=mesh.device)
+    tell(count)
+    return min(times + [timed() for _ in range(int(count))])
+
+
+def _settle(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def interface_speed(address: str) -> float | None:
+    """GB/s of the interface with this address; None where the system does not say."""
+    for name, known in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] == address for entry in known):
+            state = psutil.net_if_stats().get(name)
+            return state.speed / 8e3 if state and state.speed and name != "lo" else None
+    return None
+
+
+def gpu_rates(found: Inventory, index: int) -> dict[int, float]:
+    """What GPU `index` should reach to each other GPU of this host, by its index, one way."""
+    if index >= len(found.gpus):
+        return {}
+    mine, rates = found.gpus[index], {}
+    for other in found.gpus:
+        if other.index == index:
+            continue
+        pcie = [gpu.pcie for gpu in (mine, other)]
+        if (min(index, other.index), max(index, other.index)) in found.links:
+            one = BLACKWELL_GB_S if any(f"B{n}00" in mine.name for n in (1, 2, 3)) else NVLINK_GB_S
+            peers = 1 if found.nvswitch else sum(index in pair for pair in found.links)
+            rates[other.index] = one * max(1, mine.nvlinks // peers)  # bridges are shared out
+        elif all(pcie):
+            speeds = [PCIE_GB_S.get(p.best_generation, 0.0) * p.width for p in pcie if p]
+            rates[other.index] = min(speeds)
+    return rates
+
+
+def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
+    speeds = {
+        (a, int(b)): speed
+        for a in sorted(accounts)
+        for b, speed in accounts[a]["pairs"].items()
+        if a < int(b)
+    }
+    if not speeds:
+        return [Finding("links", "ok", "one rank: no links to measure")]
+    bus = min(said["all_reduce"] for said in accounts.values())
+    figures = {"slowest_pair_gb_s": min(speeds.values()), "all_reduce_gb_s": bus}
+    floors = {pair: _floor(pair, accounts, roll) for pair in speeds}
+    medians = _medians(speeds, roll)
+    slow = [
+        pair
+        for pair, speed in speeds.items()
+        if speed < max(floors[pair] or 0.0, medians.get(_near(pair, roll), 0.0) * OF_THE_MEDIAN)
+    ]
+    found = [_slow_pairs(slow, speeds, accounts, roll)] if slow else []
+    known = [floor for floor in floors.values() if floor]
+    if known and bus < min(known) / 2:
+        found.append(_slow_together(bus, min(known), figures))
+    if found:
+        return found
+    low, high = min(speeds.values()), max(speeds.values())
+    pairs = f"{low:.3g}" if len(speeds) == 1 else f"{low:.3g} to {high:.3g}"
+    words = f"pairs {pairs} GB/s, all-reduce {bus:.3g} GB/s; {_hardware(accounts, roll)}"
+    return [Finding("links", "ok", words, figures=figures)]
+
+
+def _near(pair: tuple[int, int], roll: Roll) -> bool:
+    return roll.host(pair[0]) == roll.host(pair[1])
+
+
+def _rate(pair: tuple[int, int], accounts: Mapping[int, Account], roll: Roll) -> float | None:
+    """What the hardware should give this pair, GB/s; None where nothing says."""
+    both = [accounts[rank] for rank in pair]
+    if not _near(pair, roll):
+        speeds = [said["network"] for said in both]
+        return None if None in speeds else min(speeds)
+    if both[0]["gpu"]:
+        return both[0]["rates"].get(str(roll.arrived[pair[1]]["local_rank"]))
+    return min(said["copy"] for said in both)
+
+
+def _floor(pair: tuple[int, int], accounts: Mapping[int, Account], roll: Roll) -> float | None:
+    rate = _rate(pair, accounts, roll)
+    by_copying = _near(pair, roll) and not accounts[pair[0]]["gpu"]
+    return rate and rate * (COPY_SHARE if by_copying else SHARE)
+
+
+def _medians(speeds: Mapping[tuple[int, int], float], roll: Roll) -> dict[bool, float]:
+    """Of pairs within hosts and of pairs between them; two pairs or fewer have no usual speed."""
+    kinds: dict[bool, list[float]] = {}
+    for pair, speed in speeds.items():
+        kinds.setdefault(_near(pair, roll), []).append(speed)
+    return {near: statistics.median(all_) for near, all_ in kinds.items() if len(all_) > 2}
+
+
+def _hardware(accounts: Mapping[int, Account], roll: Roll) -> str:
+    first, last = min(accounts), max(accounts)
+    rate = _rate((first, last), accounts, roll)
+    if not _near((first, last), roll):
+        return f"the network's rate is {rate:.3g} GB/s" if rate else "the network's rate is unknown"
+    if accounts[first]["gpu"]:
+        return f"the link's rate is {rate:.3g} GB/s" if rate else "the links' rate is unknown"
+    return f"copying in memory {rate:.3g} GB/s"
+
+
+def _slow_pairs(
+    slow: list[tuple[int, int]],
+    speeds: Mapping[tuple[int, int], float],
+    accounts: Mapping[int, Account],
+    roll: Roll,
+) -> Finding:
+    shown = []
+    for a, b in slow[:6]:
+        rate = _rate((a, b), accounts, roll)
+        of = f" where the hardware has {rate:.3g}" if rate else ""
+        shown.append(f"{roll.name(a)} ↔ {roll.name(b)}: {speeds[a, b]:.3g} GB/s{of}")
+    more = f"; and {len(slow) - 6} more" if len(slow) > 6 else ""
+    ranks = sorted({rank for pair in slow for rank in pair})
+    return Finding(
+        "links",
+        "warn",
+        "slow pairs: " + "; ".join(shown) + more,
+        cause="traffic takes another way than it should (PCIe or host memory instead of NVLink, the "
+        "wrong network interface), or shares it with other jobs",
+        cure="see `nvidia-smi topo -m`; name the fast interface in NCCL_SOCKET_IFNAME and "
+        "GLOO_SOCKET_IFNAME (`muster check --environment` proposes one); on CPUs end what competes",
+        ranks=tuple(ranks),
+        hosts=roll.hosts_of(ranks),
+        figures={f"{a}-{b}_gb_s": speeds[a, b] for a, b in slow},
+    )
+
+
+def _slow_together(bus: float, floor: float, figures: dict[str, float]) -> Finding:
+    return Finding(
+        "links",
+        "warn",
+        f"all-reduce runs at {bus:.3g} GB/s though each pair should do at least {floor:.3g}",
+        cause="all ranks at once share one path, or NCCL chose a slow one",
+        cure="run with NCCL_DEBUG=INFO and see which transport it names; see `nvidia-smi topo -m`",
+        figures=figures,
+    )

@@ -1,0 +1,1 @@
+"""What went wrong, what to do about it: known failures as data, and where a stalled run stands."""

@@ -1,0 +1,61 @@
+"""What muster asks of kubectl: which cluster, which kinds of job it knows, and to start one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from muster.errors import LaunchError
+
+LIMIT_S = 60
+
+
+def context() -> str | None:
+    """The name of the cluster that kubectl talks to, if there is one."""
+    if shutil.which("kubectl") is None:
+        return None
+    done = _kubectl("config", "current-context")
+    return (done.stdout.strip() or None) if done.returncode == 0 else None
+
+
+def has_operator() -> bool:
+    """Whether the cluster knows TrainJobs. Asked by discovery, which every user may; reading the CRD
+    takes rights that few have."""
+    done = _kubectl("api-resources", "--api-group=trainer.kubeflow.org", "--output=name")
+    if done.returncode != 0:
+        raise LaunchError(
+            f"kubectl cannot ask the cluster: {_reason(done)}; mend the connection, or give "
+            "kubernetes.kind (job or trainjob) to have the file written at least"
+        )
+    return "trainjobs.trainer.kubeflow.org" in done.stdout.split()
+
+
+def apply(path: Path) -> None:
+    """Create what `path` holds; the job is the last object in it."""
+    done = _kubectl("apply", "-f", str(path))
+    if done.returncode != 0:
+        cure = f"mend that, then start it with: kubectl apply -f {path}"
+        if "runtimePatches" in done.stderr:
+            cure = "muster needs Kubeflow Trainer 2.2 or newer; use kubernetes.kind=job instead"
+        raise LaunchError(f"kubectl apply refused {path}: {_reason(done)}; {cure}")
+    last = done.stdout.strip().splitlines()[-1]
+    if not last.endswith(" created"):
+        raise LaunchError(
+            f"the cluster has this job already ({last}) and does not start it twice; to go on with "
+            f"the run: kubectl delete -f {path} && kubectl apply -f {path}"
+        )
+
+
+def _kubectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["kubectl", *arguments, "--request-timeout=30s"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"`{' '.join(command)}` has not answered for {LIMIT_S} s; is the cluster within reach?"
+        ) from None
+
+
+def _reason(done: subprocess.CompletedProcess[str]) -> str:
+    return " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"

@@ -1,0 +1,312 @@
+"""Kubernetes: a Kubeflow TrainJob, or a plain Indexed Job where the operator is missing.
+
+Both carry the recipe in a ConfigMap and run `muster train` in one pod per node. A pod that comes back
+takes up the run of the same name on the claim, so it goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+import yaml
+
+from muster.errors import LaunchError, RecipeError
+from muster.launch import kubectl
+from muster.launch.cluster import PORT
+from muster.launch.job import ClusterJob
+from muster.recipe.describe import to_yaml
+from muster.recipe.schema import Recipe
+from muster.runs import SIGNALLED, Run
+
+Kind = Literal["trainjob", "job"]
+Document = dict[str, Any]
+
+CONTAINER = "node"  # what Kubeflow's runtimes call the container, and the job, that train
+RECIPE_FOLDER = "/etc/muster"
+KEPT_S = 7 * 24 * 3600  # an ended job and its logs
+NAME_LENGTH = 40  # leaves room for -node-0-12-x7k2p within the 63 of a host name
+
+# Kubeflow sets the PET_ ones and refuses them from others; all of them would contradict the command.
+TAKEN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+GPU_ENVIRONMENT = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+
+
+def render(job: ClusterJob, kind: Kind | None = None) -> str:
+    """The job as YAML; the same job gives the same text. Without `kind` the recipe's, or a plain job."""
+    check(job.recipe, job.nodes)
+    kind = kind or _kind(job, ask=False)
+    objects = [_train_job(job)] if kind == "trainjob" else [_service(job), _indexed_job(job)]
+    words = f"# Run {job.name}, written by muster train --on kubernetes.\n"
+    return words + yaml.dump_all(
+        [_config_map(job), *objects], Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
+
+
+def submit(job: ClusterJob) -> str:
+    """Write the YAML into the run directory, apply it where kubectl knows a cluster, say what is next."""
+    check(job.recipe, job.nodes)
+    context, path = kubectl.context(), job.run / "kubernetes.yaml"
+    kind = _kind(job, ask=context is not None)
+    path.write_text(render(job, kind))
+    run = Run(job.run)
+    if context is None:
+        run.update(state="stopped", ended=time.time())  # until someone applies it
+        return (
+            f"wrote {path}; there is no kubectl with a current context here: where there is one, "
+            f"start it with: kubectl apply -f {path}"
+        )
+    # where the claim is mounted here too, the pods may see this at once
+    run.update(state="queued", failure=None, ended=None, exit_code=None)
+    try:
+        kubectl.apply(path)
+    except LaunchError:
+        run.update(state="starting")  # it never did: seen as interrupted, and free to go on
+        raise
+    name, space = object_name(job.name), job.recipe.kubernetes.namespace
+    return (
+        f"{kind} {name} in namespace {space} of {context}\n"
+        f"follow it: kubectl logs --follow --namespace {space} --selector {_selector(name, kind)}\n"
+        f"end it:    kubectl delete -f {path}"
+    )
+
+
+def _kind(job: ClusterJob, ask: bool) -> Kind:
+    asked = job.recipe.kubernetes.kind
+    if asked != "auto":
+        return asked
+    return "trainjob" if ask and kubectl.has_operator() else "job"
+
+
+def object_name(run: str) -> str:
+    """A DNS label for `run`; a run whose name does not survive as it is gets a few digits of its own."""
+    name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
+    if not name[:1].isalpha():
+        name = f"run-{name}".strip("-")
+    if name == run and len(name) <= NAME_LENGTH:
+        return name
+    digits = hashlib.sha256(run.encode()).hexdigest()[:6]
+    return f"{name[: NAME_LENGTH - 7].rstrip('-')}-{digits}"
+
+
+def check(recipe: Recipe, nodes: int) -> None:
+    """Refuse what the cluster would only tell later, or not at all."""
+    options, runs = recipe.kubernetes, PurePosixPath(recipe.logging.dir)
+    if not options.image:
+        raise RecipeError("kubernetes.image: a pod needs one; give an image that has muster in it")
+    if nodes > 1 and not options.volume_claim:
+        raise RecipeError(
+            f"kubernetes.volume_claim: {nodes} nodes write one run; give a PersistentVolumeClaim that "
+            "all of them can mount (ReadWriteMany)"
+        )
+    if runs.is_absolute() and not runs.is_relative_to(options.mount_path):
+        raise RecipeError(
+            f"logging.dir: a pod has no {runs} that outlives it; give a relative folder, or one below "
+            f"kubernetes.mount_path, which is {options.mount_path}"
+        )
+
+
+def _command(job: ClusterJob, *more: str) -> list[str]:
+    """Neither kind of job lets one choose the working folder in the same way; `env` does."""
+    return [
+        "env",
+        f"--chdir={job.recipe.kubernetes.mount_path}",
+        *("muster", "train", f"{RECIPE_FOLDER}/recipe.yaml"),
+        *("--run", job.name, "--gpus", str(job.ranks)),
+        *more,
+    ]
+
+
+def _config_map(job: ClusterJob) -> Document:
+    return _object(job, "v1", "ConfigMap", data={"recipe.yaml": to_yaml(job.recipe)})
+
+
+def _service(job: ClusterJob) -> Document:
+    """Gives each pod a name. Pods look for each other before any of them counts as ready."""
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": _labels(job),
+        "ports": [{"name": "rendezvous", "port": PORT}],
+    }
+    return _object(job, "v1", "Service", spec=spec)
+
+
+def _indexed_job(job: ClusterJob) -> Document:
+    options, name = job.recipe.kubernetes, object_name(job.name)
+    nodes = ["--nodes", str(job.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    master = f"{name}-0.{name}.{options.namespace}.svc"
+    container = {
+        "name": CONTAINER,
+        "image": options.image,
+        "command": _command(job, *nodes, "--master-addr", master, "--master-port", str(PORT)),
+        "env": _environment(job),
+        "resources": _resources(job),
+        "securityContext": _container_security(job),
+        "volumeMounts": _mounts(job),
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "automountServiceAccountToken": False,
+        **_pod(job),
+        "containers": [container],
+    }
+    spec = {
+        "completionMode": "Indexed",
+        "completions": job.nodes,
+        "parallelism": job.nodes,
+        "backoffLimitPerIndex": options.restarts,
+        "maxFailedIndexes": 0,  # a run cannot do without one of its nodes
+        "podFailurePolicy": _failure_policy(),
+        "ttlSecondsAfterFinished": KEPT_S,
+        "template": {"metadata": {"labels": _labels(job)}, "spec": pod},
+    }
+    return _object(job, "batch/v1", "Job", spec=spec)
+
+
+def _failure_policy() -> Document:
+    """One node that goes takes the others with it, so failures are counted per pod; and a pod that was
+    told to go, or that saved and ended because another one was, has not failed."""
+    evicted = [{"type": "DisruptionTarget", "status": "True"}]
+    ended = {"containerName": CONTAINER, "operator": "In", "values": [SIGNALLED]}
+    return {
+        "rules": [
+            {"action": "Ignore", "onPodConditions": evicted},
+            {"action": "Ignore", "onExitCodes": ended},
+        ]
+    }
+
+
+def _train_job(job: ClusterJob) -> Document:
+    """Restarts, and which node a pod is, are the runtime's: it sets the PET_ variables muster reads."""
+    trainer = {
+        "image": job.recipe.kubernetes.image,
+        "numNodes": job.nodes,
+        "numProcPerNode": job.ranks,
+        "command": _command(job),
+        "env": _environment(job),
+        "resourcesPerNode": _resources(job),
+    }
+    container = {
+        "name": CONTAINER,
+        "volumeMounts": _mounts(job),
+        "securityContext": _container_security(job),
+    }
+    pods = {
+        "name": CONTAINER,
+        "template": {"spec": {"template": {"spec": {**_pod(job), "containers": [container]}}}},
+    }
+    patch = {
+        "manager": "muster",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [pods]}}},
+    }
+    spec = {
+        "runtimeRef": {"name": job.recipe.kubernetes.runtime},
+        "trainer": trainer,
+        "runtimePatches": [patch],
+    }
+    return _object(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec=spec)
+
+
+def _object(job: ClusterJob, version: str, kind: str, **content: Document) -> Document:
+    metadata = {
+        "name": object_name(job.name),
+        "namespace": job.recipe.kubernetes.namespace,
+        "labels": _labels(job),
+    }
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
+
+
+def _labels(job: ClusterJob) -> dict[str, str]:
+    return {
+        "app.kubernetes.io/name": "muster",
+        "app.kubernetes.io/instance": object_name(job.name),
+    }
+
+
+def _selector(name: str, kind: Kind) -> str:
+    label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "app.kubernetes.io/instance"
+    return f"{label}={name}"
+
+
+def _environment(job: ClusterJob) -> list[Document]:
+    """A user without an entry in the image's /etc/passwd has neither a name nor a home; both are
+    asked for, the one by torch's caches, the other by everyone's."""
+    taken = sorted(n for n in job.environment if n in TAKEN or n.startswith("PET_"))
+    if taken:
+        raise LaunchError(f"{', '.join(taken)} cannot be given: the job sets its own; unset it")
+    values = {
+        "HOME": job.recipe.kubernetes.mount_path,
+        "USER": "muster",
+        **(GPU_ENVIRONMENT if job.gpus else {}),
+        **job.environment,
+    }
+    return [{"name": name, "value": value} for name, value in sorted(values.items())]
+
+
+def _resources(job: ClusterJob) -> Document:
+    """Limits equal requests: such a pod is the last to be evicted, and its ranks see their cores."""
+    options = job.recipe.kubernetes
+    amounts = {"cpu": str(options.cpus), "memory": options.memory}
+    if job.gpus:
+        amounts[options.gpu_resource] = str(job.ranks)
+    if options.infiniband:
+        amounts[options.infiniband] = "1"
+    return {"requests": amounts, "limits": dict(amounts)}
+
+
+def _pod(job: ClusterJob) -> Document:
+    options = job.recipe.kubernetes
+    claim = {"persistentVolumeClaim": {"claimName": options.volume_claim}}
+    memory = {"medium": "Memory", "sizeLimit": options.shared_memory}
+    return {
+        "terminationGracePeriodSeconds": options.grace_s,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": options.user,
+            "runAsGroup": options.user,
+            "fsGroup": options.user,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": [
+            {"name": "recipe", "configMap": {"name": object_name(job.name)}},
+            {"name": "shared-memory", "emptyDir": memory},
+            {"name": "workspace", **(claim if options.volume_claim else {"emptyDir": {}})},
+        ],
+    }
+
+
+def _mounts(job: ClusterJob) -> list[Document]:
+    return [
+        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+        {"name": "workspace", "mountPath": job.recipe.kubernetes.mount_path},
+    ]
+
+
+def _container_security(job: ClusterJob) -> Document:
+    capabilities = {"drop": ["ALL"]}
+    if job.recipe.kubernetes.infiniband:
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA keeps its buffers where they are
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+
+
+class _Dumper(yaml.SafeDumper):
+    """The recipe stays readable within the job, line by line, and equal parts are written out."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """What begins like a number keeps its quotes: Kubernetes reads `1e3` as one, PyYAML does not."""
+    style = "|" if "\n" in text else "'" if re.match(r"[-+.]?\d", text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,268 @@
+"""`--on slurm`: the run as a batch job that comes back after a preemption.
+
+`render` writes the script and `submit` hands it to sbatch. What happens inside the job, and whether
+it is queued again, is in `slurm_job`, which the script's last line starts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+
+from muster.errors import LaunchError
+from muster.launch.job import ClusterJob
+from muster.runs import ENDED, Run
+
+PATIENCE_S = 60.0  # for SLURM's own commands
+ASK_EVERY_S = 5.0
+TROUBLE = "%\n\r"  # % starts a pattern in --output, and #SBATCH lines end where a line ends
+
+# What sbatch says, and which key it is about. The first that matches counts.
+CURES = (
+    ("invalid partition", "set slurm.partition to one that `sinfo --summarize` lists"),
+    ("account", "set slurm.account to one that `sacctmgr show associations user=$USER` lists"),
+    ("qos", "set slurm.qos to one that `sacctmgr show qos` lists"),
+    ("gres", "see what GPUs there are with `sinfo --format '%P %G'`; name a kind with "
+     "slurm.options=['--gpus-per-node=a100:4']"),
+    ("time limit", "lower slurm.time; `sinfo --summarize` shows each partition's limit"),
+    ("memory", "give --mem in slurm.options, or choose another slurm.partition"),
+    ("node configuration|cpu count|node count|more processors",
+     "lower slurm.cpus_per_rank, --gpus or --nodes, or choose another slurm.partition; "
+     "`sinfo --format '%P %D %c %G'` shows what their nodes have"),
+    ("contact slurm controller|configuration source",
+     "run this where SLURM's commands work, usually a login node; `scontrol ping` tells"),
+    ("limit", "wait for other jobs to end, or choose another slurm.account or slurm.qos"),
+)  # fmt: skip
+
+# Why a job waits, by what SLURM calls it. Others are shown as they are.
+REASONS = {
+    "None": "SLURM has not looked at it yet",
+    "Resources": "not enough nodes are free",
+    "Priority": "jobs of higher priority go first",
+    "BeginTime": "a job that was queued again rests for two minutes",
+    "Dependency": "another job must end first",
+    "PartitionConfig": "the partition cannot give what it asks for, so it will never start",
+    "PartitionNodeLimit": "the partition allows fewer nodes, so it will never start",
+    "PartitionTimeLimit": "slurm.time is above the partition's limit, so it will never start",
+    "PartitionDown": "the partition is down",
+    "ReqNodeNotAvail": "nodes that it needs are down or reserved",
+    "JobHeldUser": "it is held; let it go with `scontrol release`",
+    "JobHeldAdmin": "an administrator holds it",
+}
+
+# How jobs end, by what SLURM calls it.
+ENDS = {
+    "BOOT_FAIL": "its nodes did not boot",
+    "CANCELLED": "it was cancelled",
+    "COMPLETED": "it ended",
+    "DEADLINE": "its deadline passed",
+    "FAILED": "its script failed",
+    "FORGOTTEN": "SLURM does not know it any more",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "it used more host memory than it asked for; give --mem in slurm.options",
+    "PREEMPTED": "a job of higher priority took its place",
+    "TIMEOUT": "its time was up before the run had saved; raise slurm.signal_s",
+}
+
+
+def render(job: ClusterJob) -> str:
+    """The sbatch script; the same job gives the same text."""
+    options = job.recipe.slurm
+    folder, python = shlex.quote(str(job.run)), shlex.quote(job.python)
+    if options.tasks == "node":
+        tasks, worker = 1, f"{python} -m muster.launch.local {folder} {job.ranks}"
+    else:
+        tasks, worker = job.ranks, f"{python} -m muster.worker {folder}"
+    cpus = options.cpus_per_rank * job.ranks // tasks
+    # srun takes no --cpus-per-task from sbatch since 22.05. GPUs are asked for by node alone, so that
+    # each task sees all of them: NCCL cannot reach a peer that --gpus-per-task hides, and with
+    # --gpu-bind=none SLURM leaves CUDA_VISIBLE_DEVICES out, and other jobs' GPUs in.
+    srun = f"srun --ntasks-per-node={tasks} --cpus-per-task={cpus} --kill-on-bad-exit=1"
+    lines = [
+        "#!/bin/bash",
+        f"# Run {job.name}, written by muster train --on slurm.",
+        *(f"#SBATCH {option}" for option in _directives(job, tasks, cpus)),
+        "set -e",
+        "trap '' USR1  # until muster listens",
+        *options.setup,
+        *(f"export {name}={shlex.quote(text)}" for name, text in sorted(job.environment.items())),
+    ]
+    if job.nodes > 1:
+        lines += [
+            'MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
+            "export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+        ]
+    lines.append(f"exec {python} -m muster.launch.slurm_job {folder} \\\n  {srun} \\\n  {worker}")
+    return "\n".join(lines) + "\n"
+
+
+def _directives(job: ClusterJob, tasks: int, cpus: int) -> list[str]:
+    options = job.recipe.slurm
+    path = str(job.run)
+    if any(sign in path for sign in TROUBLE):
+        raise LaunchError(
+            f"logging.dir: SLURM cannot write a log into {path!r}; choose a folder without % in its name"
+        )
+    lines = [
+        f"--job-name={_quoted(job.name)}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={tasks}",
+        f"--cpus-per-task={cpus}",
+    ]
+    if job.gpus and not any(re.match("--(gres=|gpus)", option) for option in options.options):
+        lines.append(f"--gpus-per-node={job.ranks}")
+    lines += [
+        f"--output={_quoted(path + '/slurm-%j.log')}",
+        "--open-mode=append",
+        f"--signal=B:USR1@{options.signal_s}",
+        "--requeue" if options.requeue else "--no-requeue",
+    ]
+    named = {name: getattr(options, name) for name in ("partition", "account", "qos", "time")}
+    lines += [f"--{name}={_quoted(value)}" for name, value in named.items() if value is not None]
+    return lines + options.options
+
+
+def _quoted(text: str) -> str:
+    """As sbatch, not a shell, reads it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def submit(job: ClusterJob) -> str:
+    """Write RUN/job.sbatch and hand it in. Returns the job's id."""
+    script, run = job.run / "job.sbatch", Run(job.run)
+    script.write_text(render(job))
+    if shutil.which("sbatch") is None:
+        raise LaunchError(
+            f"--on slurm: there is no sbatch here; hand in {script} where there is one, usually on a "
+            "login node, or leave --on slurm out"
+        )
+    # Before, not after: the job may start while sbatch still returns.
+    run.update(state="queued", slurm_job=None, failure=None, ended=None, exit_code=None)
+    answer = ask("sbatch", "--parsable", str(script))
+    if answer.returncode:
+        run.update(state="starting")
+        raise LaunchError(f"sbatch refused {script}: {_complaint(answer.stderr)}")
+    number = answer.stdout.strip().split(";")[0]  # the cluster's name may follow
+    run.update(slurm_job=number)
+    return number
+
+
+def _complaint(words: str) -> str:
+    said = re.sub(r"^sbatch: (error|fatal): ", "", words.strip(), flags=re.MULTILINE)
+    cures = (cure for pattern, cure in CURES if re.search(pattern, said, re.IGNORECASE))
+    return "; ".join(filter(None, [said.replace("\n", "; "), next(cures, "")]))
+
+
+def state(run: Run) -> str | None:
+    """What SLURM says of the run's job, in words; None when there is none or SLURM does not answer."""
+    number = run.info().get("slurm_job")
+    facts = job_facts(number) if number else {}
+    if not facts:
+        return None
+    name, reason = facts["JobState"], facts.get("Reason", "None")
+    if name == "PENDING":
+        limit = re.match("(QOS|Assoc)", reason)
+        why = f"a limit of your account or QOS is reached ({reason})" if limit else reason
+        return f"job {number} waits: {REASONS.get(reason, why)}"
+    if name in ENDS:
+        return f"job {number} is over: {ENDS[name]}"
+    return f"job {number} is {name.lower()}"
+
+
+def job_facts(number: str) -> dict[str, str]:
+    """JobState, Reason, PreemptTime, Requeue … of a job; nothing when SLURM does not answer.
+
+    SLURM itself forgets a job some minutes after its end; the accounts, if it keeps any, do not.
+    """
+    told = ask("scontrol", "show", "job", "--oneliner", number)
+    if told.returncode == 0:
+        return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
+    if "Invalid job id" not in told.stderr:
+        return {}
+    told = ask("sacct", "--allocations", "--noheader", "--format=State%40", "--jobs", number)
+    return {"JobState": (told.stdout.split() or ["FORGOTTEN"])[0]}
+
+
+def cancel(run: Run) -> None:
+    """End the job: one that waits is over at once; one that runs saves first if SLURM lets it."""
+    number = run.info().get("slurm_job")
+    if not number:
+        raise LaunchError(f"{run.name} has no SLURM job")
+    answer = ask("scancel", number)
+    if answer.returncode:
+        raise LaunchError(f"scancel could not end job {number}: {answer.stderr.strip()}")
+    settle(run)
+
+
+def settle(run: Run) -> bool:
+    """Whether the run's job is over. If the run never said so itself, note how it ended."""
+    number = run.info().get("slurm_job")
+    facts = job_facts(number) if number else {}
+    name = facts.get("JobState")
+    comes_back = name in ("PREEMPTED", "NODE_FAIL") and facts.get("Requeue") == "1"
+    if name not in ENDS or comes_back:
+        return False
+    if run.info().get("state") in ENDED:
+        return True
+    if name == "CANCELLED":
+        run.update(state="stopped", ended=time.time(), exit_code=0)
+    else:
+        note_failure(run, number, ENDS[name])
+    return True
+
+
+def note_failure(run: Run, number: object, why: str) -> None:
+    """For a run that cannot speak for itself."""
+    from muster.launch import failure
+
+    words = f"SLURM job {number}: {why}; its log: {run.path}/slurm-{number}.log"
+    found = failure.of_launcher(LaunchError(words), expected=True)
+    run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+
+
+class Follower:
+    """`Run.state` for those who follow a run on SLURM: it is not over before its job is.
+
+    A preempted run says `stopped` for a moment before it is queued again. `tell` hears SLURM's
+    words on the job whenever they change while it waits.
+    """
+
+    def __init__(self, run: Run, tell: Callable[[str], None] = lambda words: None) -> None:
+        self.run, self.tell = run, tell
+        self.next, self.words = 0.0, ""
+
+    def __call__(self) -> str:
+        state = self.run.state()
+        if state in ("starting", "running"):
+            return state
+        if time.monotonic() >= self.next:
+            self.next = time.monotonic() + (ASK_EVERY_S if state == "queued" else 0.5)
+            if settle(self.run):
+                return self.run.state()
+            self._listen()
+        return "queued" if state == "queued" else "running"
+
+    def _listen(self) -> None:
+        words = state(self.run) or ""
+        if words != self.words and "waits" in words:
+            self.tell(words)
+        self.words = words
+
+
+def ask(*command: str) -> subprocess.CompletedProcess[str]:
+    """One of SLURM's commands. Within another job, that job's variables would speak for this one."""
+    env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith("SLURM_")}
+    try:
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    except FileNotFoundError:
+        return subprocess.CompletedProcess(command, 127, "", f"there is no {command[0]} here")
+    except subprocess.TimeoutExpired:
+        late = f"{command[0]} did not answer within {PATIENCE_S:.0f} s"
+        return subprocess.CompletedProcess(command, 124, "", late)

@@ -1,0 +1,108 @@
+"""How every rank fares, for the eye: read from the files that the ranks write."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from muster.observe.results import read_last
+
+EVERY_S = 1.0  # as often as ranks write
+SILENT_S = 10.0  # without a heartbeat
+MOST = 16  # rows; of more ranks, those that compute longest
+
+
+@dataclass(frozen=True)
+class Row:
+    """`times` in milliseconds: computing, waiting for others, waiting for data; of the last step
+    written down, which may lie behind `step`."""
+
+    rank: int
+    host: str
+    step: int | None
+    phase: str
+    times: tuple[float, float, float] | None
+    memory_gib: float | None
+
+    def cells(self) -> list[str]:
+        return [
+            str(self.rank),
+            self.host,
+            "" if self.step is None else str(self.step),
+            self.phase,
+            *(f"{value:.0f}" for value in self.times or ()),
+            *([""] * 3 if self.times is None else []),
+            "" if self.memory_gib is None else f"{self.memory_gib:.2f}",
+        ]
+
+
+class RankTable:
+    COLUMNS = ("rank", "host", "step", "phase", "compute ms", "wait ms", "data ms", "GiB")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._table, self._due = Table(), 0.0
+
+    def table(self) -> Table:
+        """Looked up once a second, however often it is drawn."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + EVERY_S
+            rows = self.rows()
+            self._table = Table(*self.COLUMNS, box=None, header_style="dim", pad_edge=False)
+            for row in shown(rows):
+                self._table.add_row(*map(escape, row.cells()))
+            if len(rows) > MOST:
+                self._table.caption = f"the slowest {MOST} of {len(rows)} ranks"
+        return self._table
+
+    def lines(self) -> list[str]:
+        return [
+            "  ".join(
+                f"{name} {cell}" for name, cell in zip(self.COLUMNS, cells, strict=True) if cell
+            )
+            for cells in (row.cells() for row in shown(self.rows()))
+        ]
+
+    def rows(self) -> list[Row]:
+        numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
+        return [self._row(int(n)) for n in sorted(filter(str.isdigit, numbers), key=int)]
+
+    def _row(self, rank: int) -> Row:
+        sign, last = self._sign(rank), read_last(self.folder / f"{rank}.jsonl")
+        times = None
+        if last:
+            compute, wait, data = (
+                1e3 * last[name] for name in ("compute_s", "comm_wait_s", "data_wait_s")
+            )
+            times = (compute, wait, data)
+        step = sign.get("step") or last.get("step")
+        host = str(sign.get("host", ""))
+        return Row(rank, host, step, _phase(sign), times, last.get("memory_gib"))
+
+    def _sign(self, rank: int) -> dict[str, Any]:
+        try:
+            return dict(json.loads((self.folder / f"{rank}.heartbeat.json").read_text()))
+        except (OSError, ValueError):
+            return {}
+
+
+def shown(rows: list[Row]) -> list[Row]:
+    """In order of rank; the slowest where there are too many."""
+    slowest = sorted(rows, key=lambda row: -(row.times or (0.0,))[0])[:MOST]
+    return sorted(slowest, key=lambda row: row.rank)
+
+
+def _phase(sign: dict[str, Any]) -> str:
+    if not sign:
+        return ""
+    now = time.time()
+    if now - sign["time"] > SILENT_S:
+        return f"silent for {now - sign['time']:.0f} s"
+    since = now - sign["since"]
+    return f"{sign['phase']} for {since:.0f} s" if since > SILENT_S else str(sign["phase"])

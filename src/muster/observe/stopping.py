@@ -1,0 +1,16 @@
+"""A request to save and end, as schedulers make it: by a signal.
+
+The handler only sets a flag. The loop asks for it at the end of each step, where saving is safe.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+asked = threading.Event()
+
+
+def listen(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        signal.signal(number, lambda *_: asked.set())

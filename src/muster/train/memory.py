@@ -1,0 +1,220 @@
+"""Out of memory: say which rank, phase and rows it was, and where asked to, go on with less at a time.
+
+A process that is alone halves its micro-batch and does the step again. One of several cannot: the
+others already wait for it in a collective, of whatever strategy. It writes down the smaller size and
+ends, and the supervisor starts all ranks again from the last checkpoint. So that this costs seconds
+and not hours, the costliest micro-batch is tried before the first step.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from muster.errors import MemoryLimitError, MusterError
+from muster.observe.memory import budget, largest, out_of_memory, wanted
+from muster.observe.results import write_json
+from muster.parallel import state
+from muster.parallel.engine import TorchEngine
+from muster.parallel.mesh import Mesh
+from muster.plan.batch import BatchSizes
+
+if TYPE_CHECKING:
+    from muster.train.loop import Job
+
+log = logging.getLogger(__name__)
+
+NOTE = "shrink.json"
+
+
+class StartSmaller(MemoryLimitError):
+    """All ranks must start again, with the smaller micro-batch that was written down."""
+
+
+@contextmanager
+def explained(job: Job, step: int, phase: str) -> Iterator[None]:
+    """What runs out of memory in here ends as one error that says so. `step` counts from 0."""
+    try:
+        yield
+    except MusterError:
+        raise
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        job.held = []  # of training; no part in this
+        story = _story(job, f"step {step + 1}", phase, error)
+        raise MemoryLimitError(f"{story} {_cure(job, phase)}") from error
+
+
+def make_room(job: Job, step: int, error: Exception, *, ahead: bool = False) -> None:
+    """After `error` in the gradients of `step`, which may have been tried `ahead` of its time: returns
+    where this process alone can do it again with half as much at a time, and raises what there is to
+    say otherwise."""
+    shrinks = job.recipe.training.on_oom == "shrink"
+    if not out_of_memory(error) or (isinstance(error, MusterError) and not shrinks):
+        raise error
+    phase = "backward pass" if _in_backward(error) else "forward pass"
+    when = f"step {step + 1}" + (" (tried ahead)" if ahead else "")
+    story, smaller = _story(job, when, phase, error), _halved(job)
+    if not shrinks or smaller is None:
+        raise MemoryLimitError(f"{story} {_cure(job, phase)}") from error
+    plain = isinstance(job.engine, TorchEngine) and not job.recipe.training.cuda_graphs
+    alone = job.mesh.world == 1 and plain
+    note = _write_note(job, when, phase, smaller, restart=not alone)
+    log.warning("%s %s", story, note["words"])
+    if not alone:
+        raise StartSmaller(f"{story} From the next start on, ranks take {smaller} at a time.")
+    job.loader.accumulation = note["accumulation"]
+
+
+def recover(job: Job) -> None:
+    """Let go of what the failed attempt held; its exception must be gone by now."""
+    job.engine.zero_grad()
+    gc.collect()
+    if job.mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def try_costliest(job: Job) -> None:
+    """Compute the gradients of the costliest micro-batch ahead, and drop them: what does not fit shows
+    now. Weights, statistics, random state and the place in the data stay as they are."""
+    on_gpu = job.mesh.device.type == "cuda"
+    if job.start == job.steps or not (on_gpu or job.recipe.training.on_oom == "shrink"):
+        return
+    if isinstance(job.engine, TorchEngine):
+        state.begin(job.engine.optimizer)  # as in every step but the first
+    kept = [(b, b.clone()) for part in job.engine.parts for b in part.buffers()]
+    step, done = job.loader.costliest(job.start, job.steps), False
+    while not done:
+        batches = job.loader.micro_batches(step)
+        if job.mesh.layout.pipeline == 1:
+            batches = [max(batches, key=lambda batch: batch.cells)]
+        units = max(1, sum(batch.units for batch in batches))
+        try:
+            job.engine.accumulate(batches, replace(job.work, scale=1 / units))
+            done = True
+        except Exception as error:
+            make_room(job, step, error, ahead=True)
+        recover(job)
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+
+def shrunk(sizes: BatchSizes, mesh: Mesh, folder: Path, flow: int = 1) -> BatchSizes:
+    """`sizes`, with no more at a time than any rank found room for in this run. All ranks call it.
+    `flow`: pieces of each micro-batch that go through a pipeline."""
+    notes = [note for note in mesh.gather(_read_note(folder)) if note]
+    if not notes:
+        return sizes
+    note = min(notes, key=lambda note: int(note["per_device"]))
+    slots = sizes.data_ranks * flow
+    wanted = math.ceil(sizes.global_batch / (note["per_device"] * slots))
+    accumulation = max(sizes.accumulation, min(wanted, sizes.global_batch // slots))
+    if sizes.data_ranks == note["data_ranks"] and accumulation * flow < note["accumulation"]:
+        raise MemoryLimitError(
+            f"{note['words']}; but {sizes.global_batch} samples on {sizes.data_ranks} data rank(s) "
+            f"cannot be cut that far; raise training.global_batch_size, or use fewer ranks"
+        )
+    per_device = math.ceil(sizes.global_batch / (accumulation * sizes.data_ranks))
+    return replace(sizes, per_device=per_device, accumulation=accumulation)
+
+
+def _read_note(folder: Path) -> dict[str, Any] | None:
+    path = folder / NOTE
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _samples(job: Job) -> int:
+    """The most this rank holds at a time."""
+    slots = job.loader.ranks * job.loader.accumulation
+    return math.ceil(job.loader.plan.batch_size / slots)
+
+
+def _halved(job: Job) -> int | None:
+    """None where the global batch cannot be cut any finer."""
+    finest = job.loader.plan.batch_size // job.loader.ranks
+    return math.ceil(_samples(job) / 2) if finest > job.loader.accumulation else None
+
+
+def _write_note(job: Job, when: str, phase: str, smaller: int, *, restart: bool) -> dict[str, Any]:
+    """For the next start, and as an event: rank 0 may never hear of it."""
+    batch, ranks, rank, was = (
+        job.loader.plan.batch_size,
+        job.loader.ranks,
+        job.mesh.rank,
+        _samples(job),
+    )
+    note = {
+        "time": time.time(),
+        "rank": rank,
+        "phase": phase,
+        "was": was,
+        "per_device": smaller,
+        "accumulation": min(math.ceil(batch / (smaller * ranks)), batch // ranks),
+        "data_ranks": ranks,
+        "rows": [job.loader.source.name(i) for i in job.held],
+        "restart": restart,
+        "words": f"out of memory at {when} on rank {rank}: {was} → {smaller} samples at a time",
+    }
+    write_json(job.observer.folder / NOTE, note)
+    with (job.observer.folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "shrunk", **note}) + "\n")
+    return note
+
+
+def _in_backward(error: BaseException) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code.co_name == "backward" for frame, _ in frames)
+
+
+def _story(job: Job, when: str, phase: str, error: BaseException) -> str:
+    parts = [f"rank {job.mesh.rank} ran out of memory in the {phase} of {when}:"]
+    parts.append(f"{wanted(error)}{budget(job.mesh.device)}.")
+    if job.held:
+        lengths, source = job.loader.plan.lengths, job.loader.source
+        longest = max(job.held, key=lambda i: float(lengths[i]))
+        parts.append(
+            f"The micro-batch held {len(job.held)} sample(s), the longest of them "
+            f"{source.name(longest)}, {lengths[longest] / lengths.mean():.1f} × as long as the mean."
+        )
+    if found := largest(job.engine.parts, job.mesh.device):
+        parts.append(f"The largest tensors: {'; '.join(found)}.")
+    return " ".join(parts)
+
+
+def _cure(job: Job, phase: str) -> str:
+    """What to change, the least first."""
+    shard = "or split the model with --strategy fsdp"
+    held = _samples(job)
+    match phase:
+        case "optimizer step":
+            return "Keep AdamW's averages in shards with --strategy zero1, " + shard + "."
+        case "evaluation":
+            less = max(1, job.evaluation_batch // 2)
+            return f"Set evaluation.batch_size={less}, {shard}."
+        case "save":
+            return f"Set checkpoint.asynchronous=false, which keeps no second copy, {shard}."
+    again = f"set training.activation_checkpointing=full, {shard}"
+    if job.recipe.training.activation_checkpointing == "full":
+        again = shard.removeprefix("or ")
+    if _halved(job) is None:
+        return (
+            f"A micro-batch of {held} cannot be halved any further: leave that row out (data.max_seconds, "
+            f"data.sequence_length), {again}."
+        )
+    return (
+        "Set training.on_oom=shrink, which halves the micro-batch by itself, or "
+        f"training.per_device_batch_size={math.ceil(held / 2)}, {again}."
+    )

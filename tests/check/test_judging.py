@@ -1,0 +1,283 @@
+"""What is made of the ranks' accounts: hardware and networks that no test machine has."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from check.people import only, roll
+from muster.check import devices, links, network, ranks, software
+from muster.check.findings import Finding, Report, odd_ones_out
+from muster.hardware import inventory
+from muster.hardware.inventory import Gpu, Inventory, Pcie
+
+
+@pytest.fixture
+def four_gpus(monkeypatch):
+    """NVIDIA's driver on a machine with four idle GPUs."""
+    module = ModuleType("pynvml")
+    module.NVML_NVLINK_MAX_LINKS, module.NVML_P2P_CAPS_INDEX_NVLINK = 18, 2
+    module.NVML_DEVICE_MIG_ENABLE = 1
+    module.nvmlInit = module.nvmlShutdown = lambda: None
+    module.nvmlDeviceGetCount = lambda: 4
+    module.nvmlDeviceGetHandleByIndex = lambda i: i
+    module.nvmlDeviceGetUUID = lambda i: f"GPU-{i}"
+    module.nvmlDeviceGetName = lambda i: "NVIDIA H100"
+    module.nvmlDeviceGetMemoryInfo = lambda i: SimpleNamespace(total=80 * 2**30, free=79 * 2**30)
+    module.nvmlDeviceGetComputeRunningProcesses = lambda i: []
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return module
+
+
+def on_this_machine(count: int, **mask: str) -> list[Finding]:
+    said = devices.describe(inventory.detect(env=mask)) | {"competitors": []}
+    return devices.judge({0: said} | {r: {} for r in range(1, count)}, roll(*["a"] * count))
+
+
+def test_a_masked_device_is_named_with_its_mask(four_gpus):
+    assert only(on_this_machine(4), "ok").words == "a: 4 × NVIDIA H100 (80 GiB)"
+    fail = only(on_this_machine(4, CUDA_VISIBLE_DEVICES="0,2,9"), "fail")
+    assert "4 ranks, but 2 × NVIDIA H100" in fail.words
+    assert "GPU 1, 3 hidden by CUDA_VISIBLE_DEVICES" in fail.words
+    assert "mask" in fail.cause
+    note = only(on_this_machine(2, CUDA_VISIBLE_DEVICES="0,2"), "note")
+    assert "GPU 1, 3 hidden by CUDA_VISIBLE_DEVICES" in note.words
+    warn = only(on_this_machine(2, CUDA_VISIBLE_DEVICES=""), "warn")
+    assert "GPU 0, 1, 2, 3 hidden by CUDA_VISIBLE_DEVICES" in warn.words
+
+
+def test_too_few_gpus_and_idle_ones_are_told(four_gpus):
+    assert "8 ranks, but 4 × NVIDIA H100" in only(on_this_machine(8), "fail").words
+    assert "3 of 4 GPUs stay idle" in only(on_this_machine(1), "warn").words
+
+
+def test_gpus_in_use_full_or_failing_are_named(four_gpus):
+    four_gpus.nvmlDeviceGetComputeRunningProcesses = lambda i: (
+        [SimpleNamespace(pid=2**30, usedGpuMemory=None)] if i == 1 else []
+    )
+    free = {2: 40}
+    four_gpus.nvmlDeviceGetMemoryInfo = lambda i: SimpleNamespace(
+        total=80 * 2**30, free=free.get(i, 79) * 2**30
+    )
+    four_gpus.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, four_gpus.NVML_VOLATILE_ECC = 1, 0
+    four_gpus.nvmlDeviceGetTotalEccErrors = lambda i, kind, when: 3 * (i == 3)
+    used, full, failing = on_this_machine(4)
+    assert used.words == f"a: GPU 1 is in use by pid {2**30}"
+    assert full.words == "a: GPU 2 has 40.0 of 80.0 GiB free"
+    assert failing.words.startswith("a: GPU 3 reports 3 uncorrected memory errors")
+
+
+def rank_account(**changes) -> dict:
+    usual = {"device": "cpu", "uuid": None, "bound": True, "contexts": {}}
+    return usual | {"cores": [0], "reachable": [0, 1, 2, 3]} | changes
+
+
+def gpu_account(uuid: str, **changes) -> dict:
+    return rank_account(uuid=uuid, device="cuda:0", name="NVIDIA H100", **changes)
+
+
+def test_two_ranks_on_one_gpu_are_named():
+    said = {r: gpu_account(f"u{r % 3}") for r in range(4)}
+    fail = only(ranks.judge(said, roll("a", "a", "a", "a")), "fail")
+    assert fail.words == "ranks 0, 3 share one GPU of a (u0)"
+    assert fail.ranks == (0, 3)
+
+
+def test_ranks_may_share_cores_only_where_none_is_free():
+    apart = {0: rank_account(cores=[0, 1]), 1: rank_account(cores=[2, 3])}
+    assert only(ranks.judge(apart, roll("a", "a")), "ok").words.startswith("Rank: 0/2, cores 0,1")
+    clash = {0: rank_account(cores=[0, 1]), 1: rank_account(cores=[1])}
+    assert (
+        "ranks 0 and 1 share core 1 of a" in only(ranks.judge(clash, roll("a", "a")), "fail").words
+    )
+    crowded = {r: rank_account(cores=[0, 1, 2, 3]) for r in range(8)}
+    only(ranks.judge(crowded, roll(*["a"] * 8)), "ok")
+    only(ranks.judge(clash, roll("a", "b")), "ok")  # the same numbers, other machines
+
+
+def test_contexts_beside_the_ranks_own_are_counted():
+    tidy = {r: gpu_account(f"u{r}", contexts={"GPU-u0": 1, "GPU-u1": 1}) for r in range(2)}
+    only(ranks.judge(tidy, roll("a", "a")), "ok")
+    stray = {r: gpu_account(f"u{r}", contexts={"GPU-u0": 2, "GPU-u1": 1}) for r in range(2)}
+    assert "2 contexts on GPU GPU-u0 of a" in only(ranks.judge(stray, roll("a", "a")), "warn").words
+    loose = {0: gpu_account("u0"), 1: gpu_account("u1", bound=False)}
+    assert (
+        "rank 1 on a: torch's current device"
+        in only(ranks.judge(loose, roll("a", "a")), "fail").words
+    )
+
+
+@pytest.mark.parametrize(
+    ("people", "words"),
+    [
+        (
+            roll("a", "a", local_rank={0: 1, 1: 0}),
+            "ranks do not follow each other: rank 0 is local",
+        ),
+        (
+            roll("a", "a", local_rank={1: 0}),
+            "the local ranks are not 0 to 1: rank 0 is local rank 0, rank 1",
+        ),
+        (roll("a", "a", "b", local_rank={1: 2}), "the local ranks are not 0 to 1"),
+        (roll("a", "a", local_world={0: 4, 1: 4}), "2 ranks arrived, though they were told of [4]"),
+    ],
+)
+def test_a_wrong_rank_mapping_is_named(people, words):
+    said = {r: rank_account(cores=[r]) for r in people.arrived}
+    fail = only(ranks.judge(said, people), "fail")
+    assert fail.words.startswith("wrong rank mapping on a: ")
+    assert words in fail.words
+
+
+def test_ranks_dealt_out_in_turn_over_hosts_are_named_on_each():
+    said = {r: rank_account(cores=[r]) for r in range(4)}
+    found = ranks.judge(said, roll("a", "b", "a", "b"))
+    assert [f.hosts for f in found] == [("a",), ("b",)]
+    assert all("ranks do not follow each other" in f.words for f in found)
+
+
+def software_account(**changes) -> dict:
+    usual = {"muster": "1", "python": "3.11", "torch": "2.13.0", "CUDA": "13.0", "ROCm": None}
+    usual |= {"NCCL": "2.28", "usable": True, "gpus": 2, "vendor": "nvidia", "driver": "580.1"}
+    return (
+        usual | {"driver_cuda": [13, 0], "capabilities": [[9, 0]], "built_for": ["sm_90"]} | changes
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"torch": "2.5.1"}, "torch 2.5.1 is older than muster supports"),
+        ({"CUDA": None, "usable": False}, "2 GPU(s), but this torch was built for CPUs only"),
+        ({"driver_cuda": [12, 4]}, "torch was built for CUDA 13.0; driver 580.1 runs up to 12.4"),
+        ({"capabilities": [[9, 0], [12, 0]]}, "this torch has no code for sm_120 (it has sm_90)"),
+        ({"built_for": ["sm_80", "sm_86"]}, "this torch has no code for sm_90"),
+        (
+            {"capabilities": [[8, 0]], "built_for": ["sm_86"]},
+            "this torch has no code for sm_80",
+        ),
+        ({"usable": False}, "the driver sees 2 GPU(s), torch cannot use them"),
+    ],
+)
+def test_versions_that_do_not_go_together(changes, words):
+    fail = only(software.judge({0: software_account(**changes)}, roll("a")), "fail")
+    assert fail.words.startswith(f"a: {words}")
+
+
+@pytest.mark.parametrize(
+    "fine",
+    [
+        {},
+        {"driver_cuda": [13, 2]},
+        {"CUDA": "12.8", "driver_cuda": [13, 0]},
+        {"capabilities": [[8, 9]], "built_for": ["sm_80"]},
+        {"capabilities": [[12, 0]], "built_for": ["sm_80", "compute_90"]},
+        {"built_for": ["sm_90a"]},
+        {"gpus": 0, "CUDA": None, "usable": False, "driver": None, "driver_cuda": None},
+    ],
+)
+def test_versions_that_do_go_together(fine):
+    only(software.judge({0: software_account(**fine)}, roll("a")), "ok")
+
+
+def test_a_host_with_another_version_is_named():
+    said = {r: software_account() for r in range(3)} | {3: software_account(NCCL="2.21")}
+    fail = only(software.judge(said, roll("a", "a", "b", "c")), "fail")
+    assert fail.words == "rank 3 on c has NCCL 2.21, the others have 2.28"
+    assert odd_ones_out({0: "x", 1: "y"}) == ("x", [1])
+
+
+def box(pairs: dict[tuple[int, int], float], **changes) -> dict[int, dict]:
+    """Accounts of ranks that measured these speeds."""
+    world = 1 + max(max(pair) for pair in pairs)
+    usual = {"all_reduce": 2.0, "copy": 8.0, "gpu": False, "network": 12.5, "rates": {}}
+    return {
+        r: usual
+        | {"pairs": {str(sum(p) - r): speed for p, speed in pairs.items() if r in p}}
+        | changes
+        for r in range(world)
+    }
+
+
+def test_a_slow_pair_is_named():
+    speeds = {(a, b): 2.0 for b in range(4) for a in range(b)}
+    only(links.judge(box(speeds), roll(*"aaaa")), "ok")
+    warn = only(links.judge(box(speeds | {(1, 3): 0.9}), roll(*"aaaa")), "warn")
+    assert warn.words.startswith("slow pairs: rank 1 on a ↔ rank 3 on a: 0.9 GB/s")
+    assert warn.ranks == (1, 3)
+    crawling = only(links.judge(box({(0, 1): 0.5}), roll(*"aa")), "warn")
+    assert "rank 0 on a ↔ rank 1 on a: 0.5 GB/s where the hardware has 8" in crawling.words
+    only(links.judge(box({(0, 1): 5.0}, all_reduce=5.0), roll(*"ab")), "ok")
+    network_ = only(links.judge(box({(0, 1): 0.5}, all_reduce=5.0), roll(*"ab")), "warn")
+    assert "where the hardware has 12.5" in network_.words
+    only(links.judge(box({(0, 1): 0.5}, network=None, all_reduce=0.1), roll(*"ab")), "ok")
+    together = only(links.judge(box({(0, 1): 2.0}, all_reduce=0.1), roll(*"aa")), "warn")
+    assert together.words.startswith("all-reduce runs at 0.1 GB/s")
+
+
+def test_gpus_are_held_to_their_links():
+    pcie = Pcie(1, 16, 5, 16)  # asleep: generation 1 of 5
+    gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 94.0, f"u{i}", nvlinks=12, pcie=pcie) for i in range(4))
+    found = Inventory(gpus, 64, 512.0, "a", ((0, 1), (2, 3)))
+    assert links.gpu_rates(found, 0) == {
+        1: 300.0,
+        2: pytest.approx(63, 0.01),
+        3: pytest.approx(63, 0.01),
+    }
+    rates = {str(i): rate for i, rate in links.gpu_rates(found, 0).items()}
+    said = box({(0, 1): 40.0}, gpu=True, rates=rates, all_reduce=200.0)
+    warn = only(links.judge(said, roll(*"aa")), "warn")
+    assert "40 GB/s where the hardware has 300" in warn.words
+    only(
+        links.judge(box({(0, 1): 200.0}, gpu=True, rates=rates, all_reduce=200.0), roll(*"aa")),
+        "ok",
+    )
+
+
+def network_account(**changes) -> dict:
+    usual = {"interfaces": {}, "usable": ["eth0"], "infiniband": [], "interface": "eth0"}
+    names = {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "localhost": ["127.0.0.1", "::1"]}
+    return usual | {"names": names, "master": ["10.0.0.1", ["10.0.0.1"]]} | changes
+
+
+def test_hosts_that_do_not_know_each_other_are_named():
+    good = network_account()
+    assert "by eth0" in only(network.judge({0: good, 1: good}, roll("a", "b")), "ok").words
+    both = network_account(names=good["names"] | {"b": ["127.0.1.1", "10.0.0.2"]})
+    only(network.judge({0: good, 1: both}, roll("a", "b")), "ok")
+    loop = network_account(names=good["names"] | {"b": ["127.0.1.1"]})
+    warn = only(network.judge({0: good, 1: loop}, roll("a", "b")), "warn")
+    assert warn.words == "b: its own name b means only 127.0.1.1 there"
+    assert "GLOO_SOCKET_IFNAME=eth0" in warn.cure
+    blind = network_account(names=good["names"] | {"a": []}, master=["a", []])
+    warn, fail = network.judge({0: good, 1: blind}, roll("a", "b"))
+    assert warn.words == "b cannot resolve a"
+    assert (fail.status, fail.words) == ("fail", "b cannot resolve the meeting point a")
+
+
+@pytest.mark.parametrize("addresses", [[], ["10.1.1.1"]])
+def test_a_machine_without_a_loopback_name_is_told(addresses):
+    only(network.judge({0: network_account(), 1: {}}, roll("a", "a")), "ok")
+    said = {0: network_account(names={"localhost": addresses}), 1: {}}
+    assert "localhost means" in only(network.judge(said, roll("a", "a")), "fail").words
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_addresses():
+    people = roll("a", "b", host={1: "a"})
+    assert list(people.hosts()) == ["a (10.0.0.0)", "a (10.0.0.1)"]
+
+
+def test_every_complaint_has_a_cause_and_a_cure():
+    with pytest.raises(ValueError, match="needs a cause and a cure"):
+        Finding("ranks", "warn", "it is slow", cause="somehow")
+
+
+def test_the_verdict_counts_failures_and_warnings():
+    fine, warn = Finding("a", "ok", "x"), Finding("b", "warn", "x", "y", "z")
+    fail = Finding("c", "fail", "x", "y", "z")
+    assert Report([fine], 1, ["h"], 0.0).verdict == "fit to train on"
+    assert Report([fine, warn], 1, ["h"], 0.0).verdict == "fit to train on, with 1 warning(s)"
+    assert Report([fine, warn, fail], 1, ["h"], 0.0).verdict == "not fit to train on: c"
+    assert Report([fail], 1, ["h"], 0.0).as_dict()["fit"] is False

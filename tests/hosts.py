@@ -1,0 +1,76 @@
+"""Two hosts on one machine: network namespaces with addresses and host names of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+needs_namespaces = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None,
+    reason="network namespaces need root and iproute2",
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    address: str
+    namespace: str
+    device: str
+
+    def start(self, *command: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+        """The command on this host, in a process group of its own."""
+        inside = f'hostname {self.name}; exec "$@"'
+        full = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside, "sh"]
+        return subprocess.Popen(
+            [*full, *command],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **env},
+        )
+
+    def muster(self, *arguments: str, folder: Path) -> subprocess.Popen[str]:
+        return self.start(sys.executable, "-m", "muster", *arguments, folder=folder)
+
+    def cut(self) -> None:
+        """Pull the cable: packets are lost without a word to either side."""
+        _ip("-n", self.namespace, "link", "set", self.device, "down")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, Host]]:
+    number = os.getpid() % 50000
+    pair = tuple(
+        Host(f"host-{letter}", f"10.77.0.{i}", f"muster-{number}-{letter}", f"mu{number}{letter}")
+        for i, letter in enumerate("ab", start=1)
+    )
+    a, b = pair
+    try:
+        for host in pair:
+            _ip("netns", "add", host.namespace)
+        _ip("link", "add", a.device, "netns", a.namespace, "type", "veth", "peer", "name", b.device, "netns", b.namespace)  # fmt: skip
+        for host in pair:
+            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
+            _ip("-n", host.namespace, "link", "set", "lo", "up")
+            _ip("-n", host.namespace, "link", "set", host.device, "up")
+        yield a, b
+    finally:
+        for host in pair:
+            found = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True)
+            for pid in found.stdout.split():
+                subprocess.run(["kill", "-9", pid], capture_output=True)
+            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)

@@ -1,0 +1,87 @@
+"""Supervisors of several nodes: who is there, who came twice, who fell silent. Two in one process."""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from muster.errors import LaunchError
+from muster.launch import addresses
+from muster.launch.cluster import Node
+from muster.launch.nodes import Nodes
+
+OUTSIDE = [a for a in addresses.own_addresses() if not ipaddress.ip_address(a).is_loopback]
+
+pytestmark = pytest.mark.skipif(not OUTSIDE, reason="needs an address besides the loopback")
+
+
+@pytest.fixture
+def pair() -> Iterator[Callable[..., tuple[Nodes, Nodes]]]:
+    made: list[Nodes] = []
+
+    def make(patience_s: float = 60.0, ranks: tuple[int, ...] = (0, 1)) -> tuple[Nodes, ...]:
+        for rank in ranks:
+            port = made[0].port if made else 0
+            made.append(Nodes(Node(rank, 2, OUTSIDE[0], port), 20.0, patience_s))
+        return tuple(made)
+
+    yield make
+    for nodes in reversed(made):
+        nodes.close()
+
+
+def both_arrive(one: Nodes, other: Nodes, late_s: float = 0.0) -> None:
+    late = threading.Thread(target=lambda: (time.sleep(late_s), other.arrive()))
+    late.start()
+    one.arrive()
+    late.join()
+
+
+def test_a_node_that_comes_late_is_not_taken_for_silent(pair):
+    one, other = pair(patience_s=2.0)
+    both_arrive(one, other, late_s=3.0)
+    assert not one.dismissed()
+    assert not other.dismissed()
+    assert len(one.hosts) == 2
+
+
+def test_a_failure_on_one_node_ends_the_ranks_of_the_other_in_that_attempt_only(pair):
+    one, other = pair()
+    both_arrive(one, other)
+    other.report_failure()
+    end = time.monotonic() + 10
+    while not one.dismissed():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    both_arrive(one, other)
+    time.sleep(1.5)
+    assert not one.dismissed()
+
+
+def test_node_0_hears_every_account_and_all_hear_its_verdict(pair):
+    one, other = pair()
+    both_arrive(one, other)
+    heard = []
+
+    def judge(accounts):
+        heard.extend(accounts)
+        return {"again": False, "exit_code": 1}
+
+    verdicts = []
+    asking = threading.Thread(target=lambda: verdicts.append(other.decide({"rank": 3}, judge)))
+    asking.start()
+    verdicts.append(one.decide(None, judge))
+    asking.join()
+    assert heard == [None, {"rank": 3}]
+    assert verdicts == [{"again": False, "exit_code": 1}] * 2
+
+
+def test_two_machines_with_one_node_rank_are_refused(pair):
+    one, other, impostor = pair(ranks=(0, 1, 1))
+    both_arrive(one, other)
+    with pytest.raises(LaunchError, match="has come as node 1 already; give every machine"):
+        impostor.arrive()

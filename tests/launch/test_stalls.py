@@ -1,0 +1,139 @@
+"""Real runs in which rank 1 goes astray: each ends in time, with the rank, the collective, the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from muster import runs
+from muster.diagnose.hang import Hang, analyse
+from muster.observe.heartbeat import GRACE_S, STALLED
+from muster.runs import Run
+
+STALL_S = 20.0  # four runs start at once; a healthy first step must fit in
+RECIPE = [
+    "training.steps=400",
+    "training.global_batch_size=8",
+    "data.max_parquet_files=1",
+    "evaluation.every_steps=null",
+    "evaluation.final=false",
+    "checkpoint.every_steps=null",
+    "logging.tensorboard=false",
+    "distributed.max_restarts=0",
+    "distributed.timeout_s=60",
+    f"distributed.stall_s={STALL_S}",
+]
+# Python runs this file first. It spoils what rank 1 does when it sums up a step for the 5th time.
+PLANT = """
+import os
+if os.environ.get("RANK") == "1":
+    import signal, time
+    import torch
+    import torch.distributed as dist
+    original, calls, how = dist.all_reduce, [0], os.environ["PLANT"]
+    def all_reduce(tensor, *args, **kwargs):
+        calls[0] += tensor.numel() > 2 and tensor.dtype == torch.float64
+        if calls[0] != 5:
+            return original(tensor, *args, **kwargs)
+        calls[0] += 1
+        open(os.environ["PLANTED"], "w").close()
+        if how == "sleep":
+            time.sleep(600)
+        if how in ("SIGSTOP", "SIGKILL"):
+            time.sleep(2)
+            os.kill(os.getpid(), getattr(signal, how))
+    dist.all_reduce = all_reduce
+"""
+pytestmark = pytest.mark.timeout(420)
+HOW = ("sleep", "skip", "SIGSTOP", "SIGKILL")
+LIMIT_S = STALL_S + GRACE_S + 25.0  # 25: the agent's patience, and a busy machine
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory) -> dict[str, tuple[Run, float]]:
+    """All runs at once: each run, and how long it lived after its rank went astray."""
+    root = tmp_path_factory.mktemp("spoilt")
+    (root / "sitecustomize.py").write_text(PLANT)
+    started = []
+    for how in HOW:
+        (root / how).mkdir()
+        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path, "PLANT": how}
+        env["PLANTED"] = str(root / how / "planted")
+        command = [sys.executable, "-m", "muster", "train", "speech", *RECIPE]
+        started.append(
+            subprocess.Popen([*command, "--gpus", "2", "--detach"], cwd=root / how, env=env)
+        )
+    assert [process.wait(timeout=200) for process in started] == [0] * len(HOW)
+    found = {how: runs.find("latest", root / how / "runs") for how in HOW}
+    lived: dict[str, float] = {}
+    end = time.monotonic() + 240
+    while len(lived) < len(HOW):
+        assert time.monotonic() < end, {how: run.info() for how, run in found.items()}
+        for how, run in found.items():
+            if how not in lived and run.state() not in runs.ALIVE:
+                planted = root / how / "planted"
+                lived[how] = time.time() - planted.stat().st_mtime
+        time.sleep(0.2)
+    return {how: (found[how], lived[how]) for how in HOW}
+
+
+def hang(spoilt: dict[str, tuple[Run, float]], how: str) -> Hang:
+    run, lived = spoilt[how]
+    assert lived < LIMIT_S, f"{how}: {lived:.0f} s"
+    assert run.state() == "failed"
+    found = analyse(run.path, 2)
+    assert found is not None, [p.name for p in (run.path / "ranks").iterdir()]
+    assert found.rank == 1, found
+    assert found.phase == "optimizer step"
+    return found
+
+
+def told(spoilt: dict[str, tuple[Run, float]], how: str) -> dict[str, Any]:
+    return dict(spoilt[how][0].info()["failure"])
+
+
+def test_a_rank_that_sleeps_is_named_with_its_line(spoilt):
+    found = hang(spoilt, "sleep")
+    assert found.state == "stuck"
+    assert "in all_reduce: time.sleep(600), from " in (found.line or "")
+    assert "train/loop.py" in _stack(spoilt["sleep"][0], 1)
+    assert "all_reduce number" in (found.collective or "")
+    failure = told(spoilt, "sleep")
+    assert (failure["rank"], failure["exit_code"]) == (1, STALLED)
+    assert failure["what"] == found.words
+
+
+def test_a_rank_that_skips_a_collective_is_named_with_what_it_called(spoilt):
+    run, lived = spoilt["skip"]
+    assert lived < LIMIT_S
+    found = analyse(run.path, 2)
+    assert found is not None
+    assert (found.rank, found.state) == (1, "mismatch")
+    assert "all_reduce number" in (found.collective or "")
+    assert "mesh.py" in found.words  # where rank 0 called what rank 1 skipped
+    assert told(spoilt, "skip")["what"] == found.words
+
+
+def test_a_rank_that_is_stopped_is_named(spoilt):
+    found = hang(spoilt, "SIGSTOP")
+    assert found.state == "stopped"
+    assert "all_reduce number" in (found.collective or "")
+    assert told(spoilt, "SIGSTOP")["rank"] == 1
+
+
+def test_a_rank_that_is_killed_is_named(spoilt):
+    assert told(spoilt, "SIGKILL")["rank"] == 1
+    assert told(spoilt, "SIGKILL")["signal"] == "SIGKILL"
+    assert hang(spoilt, "SIGKILL").state == "gone"
+
+
+def _stack(run: Run, rank: int) -> str:
+    account = json.loads((run.path / "ranks" / f"{rank}.stall.json").read_text())
+    return " ".join(line["file"] for line in account["lines"])

@@ -1,0 +1,68 @@
+"""The command line answers in under half a second, because it leaves torch alone until it trains."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+LIMIT_S = 0.5
+TRIES = 12
+HEAVY = ("torch", "transformers", "pyarrow", "numpy", "hydra", "muster.recipe.schema")
+
+MISTAKES = {
+    "no such option": ["train", "--nonsense"],
+    "no such verb": ["trian"],
+    "not a number": ["train", "speech", "--nodes", "two"],
+    "no such choice": ["train", "speech", "--on", "the-moon"],
+    "no such run": ["watch", "nothing"],
+}
+HELP = {"help": ["--help"], "help of a verb": ["train", "--help"], "version": ["--version"]}
+
+
+def answer(arguments: list[str]) -> tuple[int, float, float]:
+    """Exit code, seconds by the clock, seconds of processor time."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "muster", *arguments], capture_output=True)
+    took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (
+        done.returncode,
+        took,
+        after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+    )
+
+
+@pytest.mark.parametrize("arguments", [*HELP.values(), *MISTAKES.values()], ids=[*HELP, *MISTAKES])
+def test_help_and_mistakes_are_answered_within_half_a_second(arguments):
+    """The best of several tries: nothing makes an answer quicker, but much makes it slower. Beside
+    other work the clock counts that too, and the processor's own seconds are taken instead."""
+    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if busy > 2:
+        pytest.skip(f"{busy:.0f} processes share each core: neither clock could judge")
+    best = float("inf")
+    for _ in range(TRIES):
+        code, took, worked = answer(arguments)
+        assert code == (0 if arguments in HELP.values() else 2)
+        best = min(best, worked if busy > 1 else took)
+        if best < LIMIT_S:
+            return
+    pytest.fail(f"muster {' '.join(arguments)}: {best:.2f} s, the best of {TRIES}")
+
+
+@pytest.mark.parametrize("arguments", [*HELP.values(), *MISTAKES.values()], ids=[*HELP, *MISTAKES])
+def test_nothing_heavy_is_imported_for_them(arguments):
+    code = f"""
+import sys, muster.cli
+sys.argv = ["muster", *{arguments!r}]
+try:
+    muster.cli.main()
+except SystemExit:
+    pass
+print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1].split() == []
