@@ -7,10 +7,13 @@ import resource
 import subprocess
 import sys
 import time
+from functools import cache
 
 import pytest
 
-LIMIT_S = 0.5
+LIMIT_S = 0.5  # of --help and mistakes; the help of a verb with many options may take a little more
+VERB_HELP_S = 0.8
+LIBRARIES_S = 0.12  # what importing typer and rich alone took where the limits were set
 TRIES = 12
 HEAVY = ("torch", "transformers", "pyarrow", "numpy", "hydra", "muster.recipe.schema")
 
@@ -43,14 +46,27 @@ def test_help_and_mistakes_are_answered_within_half_a_second(arguments):
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     if busy > 2:
         pytest.skip(f"{busy:.0f} processes share each core: neither clock could judge")
+    limit = VERB_HELP_S if arguments == HELP["help of a verb"] else LIMIT_S
+    limit *= max(1.0, libraries_s() / LIBRARIES_S)  # a slower machine gets its share more
     best = float("inf")
     for _ in range(TRIES):
         code, took, worked = answer(arguments)
         assert code == (0 if arguments in HELP.values() else 2)
         best = min(best, worked if busy > 1 else took)
-        if best < LIMIT_S:
+        if best < limit:
             return
-    pytest.fail(f"muster {' '.join(arguments)}: {best:.2f} s, the best of {TRIES}")
+    pytest.fail(f"muster {' '.join(arguments)}: {best:.2f} s of {limit:.2f}, the best of {TRIES}")
+
+
+@cache
+def libraries_s() -> float:
+    """Seconds to import what every command line of this kind imports: the best of a few tries."""
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import typer, rich.console"], check=True)
+        took.append(time.perf_counter() - began)
+    return min(took)
 
 
 @pytest.mark.parametrize("arguments", [*HELP.values(), *MISTAKES.values()], ids=[*HELP, *MISTAKES])

@@ -208,11 +208,12 @@ def on_core(mesh: Mesh, cores: list[int]) -> Account:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")
 def test_a_rank_whose_core_is_busy_is_named(ranks):
     pool, cores = ranks(2), sorted(os.sched_getaffinity(0))[:2]
+    pool(on_core, cores)  # until both have started
     spin = (
         f"import os; os.sched_setaffinity(0, {{{cores[1]}}}); print(flush=True)\nwhile True: pass"
     )
     command = [sys.executable, "-c", spin]
-    busy = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(6)]
+    busy = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
     try:
         for process in busy:
             process.stdout.readline()  # it spins
