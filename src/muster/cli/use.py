@@ -140,10 +140,7 @@ def transcribe(
     dir: DirOption = Path("runs"),
 ) -> None:
     """Audio to text. `-` reads raw 16-bit mono samples from standard input as they arrive."""
-    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    from muster import inference
     from muster.subtitles import render, targets, write
-    from muster.transcription import transcribe
 
     live, paths = files == ["-"], [Path(file) for file in files]
     if live and (form != "text" or output):
@@ -151,6 +148,10 @@ def transcribe(
     if form in ("srt", "vtt") and len(files) > 1 and output is None:
         raise MusterError(f"--format {form} of several files needs --output FOLDER")
     places = targets(paths, output, form, force) if output else None
+    options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
+    from muster import inference
+    from muster.transcription import transcribe
+
     recogniser = inference.load_recogniser(path, options, language=language, timestamps=timestamps)
     if live:
         for piece in inference.stream(recogniser, sys.stdin.buffer):
