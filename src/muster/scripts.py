@@ -24,6 +24,7 @@ from muster.errors import LaunchError, MusterError
 from muster.hardware import inventory
 from muster.launch import cluster
 from muster.launch.cluster import Place
+from muster.launch.rank import settle, speaking_for
 from muster.launch.spawn import spawn
 from muster.observe import stopping
 from muster.observe.console import follow, results_table
@@ -32,7 +33,7 @@ from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 from muster.start import provide
-from muster.worker import run_rank, settle, speaking_for
+from muster.worker import run_rank
 
 log = logging.getLogger(__name__)
 

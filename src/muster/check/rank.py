@@ -28,7 +28,7 @@ def serve(place: Place, store: Any, patience_s: float = FIRST_WORD_S) -> bool:
     seat.sign_in()
     threading.Thread(target=_pulse, args=(place,), daemon=True, name="pulse").start()
     seat.options = Options(**board.wait("options", patience_s, "the judge"))
-    from muster.worker import settle  # takes a while to import, so not before signing in
+    from muster.launch.rank import settle  # takes a while to import, so not before signing in
 
     settle(place, "ddp")  # cores, threads and variables, as a training rank
     limit = seat.options.timeout_s + FIRST_WORD_S  # others may still be on their way
