@@ -28,6 +28,7 @@ def describe(
     steps: int,
     precision: str,
     parameters: int,
+    promised: dict[str, Any],
 ) -> None:
     """plan.json and environment.json: what was planned, what was found."""
     devices = mesh.gather(_device_name(mesh))
@@ -47,6 +48,7 @@ def describe(
             "samples": len(plan.lengths),
             "parameters": parameters,
             "precision": precision,
+            **promised,
         },
     )
     write_json(

@@ -34,8 +34,8 @@ from muster.parallel.deepspeed_config import config_for
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import microbatches
-from muster.plan.batch import BatchSizes, solve
-from muster.plan.strategy import choose_layout, parameter_count
+from muster.plan.batch import BatchSizes
+from muster.plan.strategy import decide, parameter_count
 from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
@@ -121,8 +121,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     precision = resolve_precision(recipe.training.precision, mesh.device)
     task = task or look(recipe, mesh.world)
     source = open_source(task, recipe, mesh)
-    mesh = mesh.arranged(choose_layout(recipe, task, mesh))
-    sizes = solve(recipe.training, mesh.layout.data_ranks)
+    decision = decide(recipe, task, source, mesh, precision)
+    mesh, sizes = mesh.arranged(decision.layout), decision.sizes
     flow = _flow(recipe, mesh.layout, sizes)
     sizes = memory.shrunk(sizes, mesh, run.path, flow)
     plan = BatchPlan(
@@ -181,7 +181,9 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         tensorboard=recipe.logging.tensorboard,
         start=trainer["step"],
     )
-    records.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task))
+    records.describe(
+        run, mesh, sizes, plan, steps, precision, parameter_count(task), decision.promised
+    )
     if saved or passed_over:
         observer.event(
             "resumed", step=trainer["step"], path=str(saved and saved.path), passed_over=passed_over

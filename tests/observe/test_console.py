@@ -170,6 +170,15 @@ def test_the_results_table_holds_what_matters():
         assert words in text
 
 
+def test_what_was_planned_stands_beside_what_was_measured():
+    measured = {"memory_gib": 1.5, "median_step_time_s": 0.25}
+    planned = {"memory_gib": 1.42, "step_time_s": 0.2345}
+    text = text_of(results_table(RESULTS | {"measured": measured, "planned": planned}, "r"))
+    assert "1.50 GiB (planned: 1.42)" in text
+    assert "0.25 s (planned: 0.234)" in text
+    assert "planned" not in text_of(results_table(RESULTS | {"measured": measured}, "r"))
+
+
 def test_the_results_table_of_a_run_without_a_step():
     from muster.observe.results import summarise_metrics
 

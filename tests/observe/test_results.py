@@ -33,7 +33,7 @@ def test_metrics_are_summed_up():
         "final_loss": 2.5,
         "epochs": [{"epoch": 0, "time_s": 3.0}, {"epoch": 1, "time_s": 5.0}],
         "throughput": {"samples_per_s": 4.0, "audio_s_per_s": 100.0 / 8.0},
-        "measured": {"step_time_s": 2.0, "memory_gib": 2.0},
+        "measured": {"step_time_s": 2.0, "median_step_time_s": 1.5, "memory_gib": 2.0},
     }
 
 

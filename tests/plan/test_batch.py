@@ -1,11 +1,14 @@
 """global batch = micro-batch × accumulation × ranks, for whatever the recipe leaves open."""
 
+import itertools
+import re
+
 import numpy as np
 import pytest
 
 from muster.data.batches import cut
 from muster.errors import RecipeError
-from muster.plan.batch import BatchSizes, solve
+from muster.plan.batch import BatchSizes, micro_batches, nearest, solve
 from muster.recipe.schema import Training
 
 
@@ -65,3 +68,125 @@ def test_the_solution_is_what_the_cut_makes_of_a_batch():
 def test_contradictions_are_refused_with_the_numbers(total, per_device, accumulation, ranks, words):
     with pytest.raises(RecipeError, match=r"^training\.global_batch_size: " + words):
         solve(training(total, per_device, accumulation), ranks)
+
+
+@pytest.mark.parametrize(
+    ("total", "per_device", "accumulation", "ranks", "words"),
+    [
+        (4, "auto", "auto", 8, "global_batch_size 8 (1 × 1 × 8)"),
+        (10, 1, "auto", 4, "global_batch_size 8 (1 × 2 × 4), 12 (1 × 3 × 4)"),
+        (
+            8,
+            "auto",
+            3,
+            4,
+            "global_batch_size 12 (1 × 3 × 4); or per_device_batch_size 1 with "
+            "gradient_accumulation_steps 2",
+        ),
+        (
+            64,
+            8,
+            2,
+            2,
+            "global_batch_size 32 (8 × 2 × 2); or per_device_batch_size 8 with "
+            "gradient_accumulation_steps 4",
+        ),
+        (100, 2, 3, 8, "global_batch_size 48 (2 × 3 × 8), 96 (4 × 3 × 8), 120 (5 × 3 × 8)"),
+    ],
+)
+def test_a_contradiction_names_the_nearest_exact_numbers(
+    total, per_device, accumulation, ranks, words
+):
+    assert advice(total, per_device, accumulation, ranks) == words
+
+
+def test_exact_numbers_are_exact_and_none_is_nearer():
+    seen = 0
+    for total, size, steps, ranks in itertools.product(
+        range(1, 25), ("auto", 1, 2, 3, 5, 8), ("auto", 1, 2, 3, 4), (1, 2, 3, 4, 6)
+    ):
+        words = advice(total, size, steps, ranks)
+        if words is None:
+            continue
+        seen += 1
+        batches = [
+            tuple(map(int, found))
+            for found in re.findall(r"(\d+) \((\d+) × (\d+) × (\d+)\)", words)
+        ]
+        for batch, *factors in batches:
+            assert solve(training(batch, *factors[:2]), factors[2]).waste == 0
+            assert factors[2] == ranks
+        held = ranks * (steps if steps != "auto" else size if size != "auto" else 1)
+        assert {g for g, *_ in batches} >= set(around(total, held)) - {total}
+        split = re.search(r"size (\d+) with gradient_accumulation_steps (\d+)", words)
+        assert (split is not None) == (total % ranks == 0)
+        if split:
+            kept, count = map(int, split.groups())
+            assert kept * count * ranks == total
+            limit = 1 if size == "auto" else size
+            assert not [n for n in range(kept + 1, limit + 1) if total % (n * ranks) == 0]
+            assert kept <= limit
+    assert seen > 1000
+
+
+def test_nearest_global_batches_divide_and_lie_next_to_the_total():
+    for total, ranks, per_device in itertools.product(range(1, 41), (1, 2, 3, 8), (None, 1, 3, 4)):
+        assert nearest(total, ranks, per_device) == around(total, ranks * (per_device or 1))
+
+
+def test_ways_to_run_a_batch_are_those_that_waste_little():
+    thinned = 0
+    for total, ranks in itertools.product(range(1, 150), (1, 2, 3, 5, 8, 24)):
+        ways, expected = micro_batches(total, ranks), all_ways(total, ranks)
+        assert all(solve(training(total, w.per_device, w.accumulation), ranks) == w for w in ways)
+        found = [(w.per_device, w.accumulation) for w in ways]
+        if len(expected) <= 16:
+            assert found == expected
+            continue
+        thinned += 1
+        assert 10 <= len(found) <= 16
+        assert found == sorted(set(found) & set(expected), reverse=True)
+        assert found[0] == expected[0]
+        assert found[-1] == expected[-1]
+    assert thinned > 50
+
+
+@pytest.mark.parametrize("total", [97, 720, 4096, 100_000])
+def test_many_ways_are_thinned_to_the_least_wasteful_of_each_magnitude(total):
+    ways = micro_batches(total, 1)
+    sizes = [way.per_device for way in ways]
+    assert len(ways) <= 16
+    assert (sizes[0], sizes[-1]) == (total, 1)
+    assert all(large / small <= total ** (2 / 14) + 1 for large, small in itertools.pairwise(sizes))
+    assert sum(way.waste for way in ways[1:-1]) / len(ways) < 0.03
+    if total == 4096:
+        assert {2**n for n in range(13)} <= set(sizes)
+
+
+def advice(total, per_device, accumulation, ranks) -> str | None:
+    try:
+        solve(training(total, per_device, accumulation), ranks)
+    except RecipeError as error:
+        return str(error).split("; nearest exact: ")[1]
+    return None
+
+
+def around(total, unit) -> list[int]:
+    multiples = [n for n in range(1, total + unit + 1) if n % unit == 0]
+    if total in multiples:
+        return [total]
+    below = [n for n in multiples if n < total]
+    return below[-1:] + [n for n in multiples if n > total][:1]
+
+
+def all_ways(total, ranks) -> list[tuple[int, int]]:
+    """(size, accumulation): every accumulation there is, the fewest steps of each size."""
+    fewest: dict[int, int] = {}
+    for accumulation in range(1, total // ranks + 1):
+        slots = accumulation * ranks
+        fewest.setdefault((total + slots - 1) // slots, accumulation)
+    return [
+        (size, steps)
+        for size, steps in fewest.items()
+        if steps == 1 or size == min(fewest) or 8 * (size * steps * ranks - total) <= total
+    ]

@@ -9,7 +9,7 @@ import torch
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
 from muster.plan import strategy
-from muster.plan.strategy import choose_layout, device_bytes, parameter_count
+from muster.plan.strategy import decide, device_bytes, parameter_count
 from parallel.models import GPT, Maker, make_recipe
 
 PARAMETERS = sum(p.numel() for p in Maker(GPT).build_model().parameters())
@@ -21,7 +21,7 @@ def choose(mesh, distributed, sizes: list[float]) -> Layout:
     real = strategy.device_bytes
     strategy.device_bytes = lambda mesh: int(sizes[mesh.rank])
     try:
-        return choose_layout(make_recipe(distributed), Maker(GPT), mesh)
+        return decide(make_recipe(distributed), Maker(GPT), None, mesh, "fp32").layout
     finally:
         strategy.device_bytes = real
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from muster.cli import check, data, explain, export, manage, recipe, train, use
+from muster.cli import bench, check, data, explain, export, manage, plan, recipe, train, use
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
 from muster.launch.cluster import own_arguments
@@ -31,8 +31,10 @@ app.command("eval")(use.evaluate)
 app.command()(use.transcribe)
 app.command()(use.generate)
 app.command()(export.export)
+app.command()(plan.plan)
 app.command()(check.check)
 app.command()(explain.explain)
+app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 app.add_typer(recipe.app, name="recipe")
 

@@ -89,9 +89,12 @@ PRESETS: dict[str, Config] = {
     "lmu-guide": GuideConfig(),
     "gpt2-micro": _gpt(4, 128, 4),
     "gpt2": _gpt(12, 768, 12),
+    "gpt2-medium": _gpt(24, 1024, 16),
+    "gpt2-large": _gpt(36, 1280, 20),
     "gpt2-xl": _gpt(48, 1600, 25),
     "llama-micro": _llama(4, 128, 4, 2, 352),
     "llama-1b": _llama(22, 2048, 32, 4, 5632, positions=2048),
+    "llama-3b": _llama(26, 3200, 32, 32, 8640, positions=2048),
     "llama-7b": _llama(32, 4096, 32, 32, 11008),
     "llama-3-8b": _llama(
         32, 4096, 32, 8, 14336, vocab=128256, positions=8192, rope_theta=500_000.0

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Attention, Cache, DecoderConfig
+from muster.models.on_gpu import for_gpu
 from muster.models.plan import ParallelPlan, Split
 
 
@@ -111,7 +113,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     """Logits. An odd number of symbols (GPT-2's 50257) would send a GPU to kernels several times
     slower, so empty rows fill the matrix up there: columns beyond the vocabulary mean nothing."""
     missing = -weight.shape[0] % ALIGNED
-    if missing and x.device.type != "cpu" and type(weight) in (Tensor, nn.Parameter):
+    if missing and for_gpu(x) and not isinstance(weight, DTensor):
         weight = F.pad(weight, (0, 0, 0, missing))
     return F.linear(x, weight)
 

@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.models.on_gpu import for_gpu, with_values
+
 Form = Literal["auto", "recurrent", "toeplitz", "chunked", "fft"]
 T = TypeVar("T")
 
@@ -172,7 +174,7 @@ class LMUMemory(nn.Module):
     def _form(self, u: Tensor) -> Form:
         if self.form != "auto":
             return self.form
-        return choose_form(u.device.type, u.shape[1], self.channels, self.order)
+        return choose_form("gpu" if for_gpu(u) else "cpu", u.shape[1], self.channels, self.order)
 
     def _ways(self, x: Tensor, dim: int = -1) -> tuple[Tensor, ...]:
         return x.chunk(2, dim) if self.bidirectional else (x,)
@@ -343,7 +345,7 @@ class _SpectralProduct(torch.autograd.Function):
 def _few(m: Tensor, length: int) -> list[slice]:
     """Slices of the batch whose spectra fit the cores' caches; off the CPU, the whole batch."""
     clips = m.shape[0]
-    if m.device.type == "cpu":
+    if not for_gpu(m):
         room = _CACHED * torch.get_num_threads()
         clips = max(1, room // (m.shape[1] * m.shape[2] * length))
     return [slice(start, start + clips) for start in range(0, m.shape[0], clips)]
@@ -357,13 +359,13 @@ _KEEP = 64  # entries; "auto" needs a handful per θ and order, whatever the len
 def _kept(key: Hashable, make: Callable[[], T]) -> T:
     """`make()` once per key, shared by all memories with the same θ and order.
 
-    What is kept must serve training too: it is never made in inference mode, and a fake tensor
-    (a simulated run) is handed out but not kept.
+    What is kept must serve training too: it is never made in inference mode, and made for real
+    even while a run is planned on tensors without values.
     """
     if key in _KEPT:
         _KEPT.move_to_end(key)
         return cast(T, _KEPT[key])
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), with_values():
         value = make()
     first = value[0] if isinstance(value, tuple) else value
     if type(first) is Tensor:

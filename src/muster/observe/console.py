@@ -256,10 +256,24 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
             table.add_row(
                 f"clips {what}", escape("; ".join(f"{n} {why}" for why, n in counts.items()))
             )
-    table.add_row("memory per rank", f"{results['measured']['memory_gib']:.2f} GiB")
+    memory, step = _held_against(results["measured"], results.get("planned", {}))
+    table.add_row("memory per rank", memory)
+    if step:
+        table.add_row("a step, the median", step)
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"]))
     return table
+
+
+def _held_against(measured: dict[str, Any], planned: dict[str, Any]) -> tuple[str, str]:
+    """Memory and step time, with what was planned where something was."""
+    memory, step = f"{measured['memory_gib']:.2f} GiB", ""
+    if median := measured.get("median_step_time_s"):
+        step = f"{median:.3g} s"
+    if "step_time_s" in planned:
+        memory += f" (planned: {planned['memory_gib']:.2f})"
+        step += f" (planned: {planned['step_time_s']:.3g})"
+    return memory, step
 
 
 def _minutes(seconds: float) -> str:

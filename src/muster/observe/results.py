@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -58,7 +59,7 @@ def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "final_loss": None,
             "epochs": [],
             "throughput": {"samples_per_s": 0.0},
-            "measured": {"step_time_s": 0.0, "memory_gib": 0.0},
+            "measured": {"step_time_s": 0.0, "median_step_time_s": 0.0, "memory_gib": 0.0},
         }
     seconds = sum(line["step_time_s"] for line in lines)
     epochs: dict[int, float] = defaultdict(float)
@@ -75,6 +76,7 @@ def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "throughput": throughput,
         "measured": {
             "step_time_s": seconds / len(lines),
+            "median_step_time_s": statistics.median(line["step_time_s"] for line in lines),
             "memory_gib": max(line["memory_gib"] for line in lines),
         },
     }

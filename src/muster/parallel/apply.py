@@ -18,7 +18,7 @@ from muster.parallel.blocks import (
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.graphs import Graphs
-from muster.parallel.materialise import materialise
+from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
 from muster.parallel.mixtures import refuse_mixtures
 from muster.recipe.schema import Recipe
@@ -30,8 +30,10 @@ def apply(
     recipe: Recipe,
     precision: str,
     make_optimizer: MakeOptimizer,
+    fill: Fill = materialise,
 ) -> Engine:
-    """tensor → activation checkpointing → compile → shard → weights → replicate."""
+    """tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
+    model that was built without memory its weights."""
     layout, options = mesh.layout, recipe.distributed
     if layout.zero:
         from muster.parallel import deepspeed
@@ -56,7 +58,7 @@ def apply(
         if sharded:
             fsdp.shard(part, mesh, plan, options.fsdp, precision)
         if weights is not None:
-            materialise(part, weights, mesh.device, resting)
+            fill(part, weights, mesh.device, resting)
     optimizer = make_optimizer(named for part in parts for named in part.named_parameters())
     split_loss = layout.tensor > 1 and options.tensor_options.loss_parallel
     if layout.pipeline > 1:
@@ -75,7 +77,15 @@ def apply(
     graphs = None
     if recipe.training.cuda_graphs and mesh.device.type == "cuda":
         graphs = Graphs(mesh.device)
-    return TorchEngine(parts[0], parts, optimizer, layout, split_loss=split_loss, graphs=graphs)
+    return TorchEngine(
+        parts[0],
+        parts,
+        optimizer,
+        layout,
+        split_loss=split_loss,
+        graphs=graphs,
+        reduce_each=options.fsdp.reduce_each_micro_batch,
+    )
 
 
 def _build(

@@ -84,8 +84,10 @@ class TorchEngine:
         clock: GradientClock | None = None,
         split_loss: bool = False,
         graphs: Graphs | None = None,
+        reduce_each: bool = False,
     ) -> None:
         self.module, self.parts, self.optimizer, self.layout = module, parts, optimizer, layout
+        self._reduce_each = reduce_each
         self._clock, self._split_loss, self._graphs = clock, split_loss, graphs
 
     def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
@@ -108,9 +110,10 @@ class TorchEngine:
         return loss.detach()
 
     def _micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients stay at home until the last micro-step of an optimizer step."""
+        """Gradients stay at home until the last micro-step of an optimizer step, unless whole ones
+        take more memory than there is."""
         if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
+            self.module.set_requires_gradient_sync(last or self._reduce_each)
         elif isinstance(self.module, DistributedDataParallel) and not last:
             return self.module.no_sync()
         return nullcontext()

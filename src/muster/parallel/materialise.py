@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from muster.models.weights import Region, Weights
+
+Fill = Callable[[nn.Module, Weights, torch.device, torch.device | None], None]
 
 
 @torch.no_grad()

@@ -1,30 +1,151 @@
-"""`strategy: auto`: the simplest split that fits."""
+"""What a run is about to do: the recipe's own choice, or for what it leaves open the planner's."""
 
 from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import torch
 
+from muster.data.loader import Source
+from muster.errors import MusterError
+from muster.hardware import catalogue
+from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
+from muster.parallel.pipeline import microbatches
+from muster.plan.batch import BatchSizes, solve
+from muster.plan.memory import GIB, Choice
+from muster.plan.search import search
+from muster.plan.subject import Subject
+from muster.plan.time import Cluster
+from muster.plan.weigh import Plan, Planner
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
+
+log = logging.getLogger(__name__)
 
 WEIGHT_BYTES = 4  # float32
 TRAINED_BYTES = 12  # and for what is trained: its gradient and AdamW's two averages
 SHARE = 0.6  # of a device's memory; the rest is for activations, buffers and the context
 
 
-def choose_layout(recipe: Recipe, task: Task, mesh: Mesh) -> Layout:
-    """The recipe's own choice; for `auto`, DDP while a copy fits on the smallest device, else FSDP.
+@dataclass(frozen=True)
+class Decision:
+    """The layout and the batch sizes of a run, and what is expected of them."""
 
-    All ranks choose alike, whatever they have.
-    """
-    if recipe.distributed.strategy != "auto":
-        return layout_for(recipe.distributed, mesh.world)
+    layout: Layout
+    sizes: BatchSizes
+    promised: dict[str, Any] = field(default_factory=dict)  # memory_gib, step_time_s …
+
+
+def decide(recipe: Recipe, task: Task, source: Source, mesh: Mesh, precision: str) -> Decision:
+    """All ranks decide alike: rank 0 plans, for the smallest device among them, and they all take its
+    answer, or its error. On CPU ranks, where a recording would take longer than many a run, plain
+    arithmetic stands in for it."""
     smallest = min(mesh.gather(device_bytes(mesh)))
+    layout = by_arithmetic(recipe, task, mesh.world, smallest)
+    if mesh.device.type == "cpu":
+        return Decision(layout, solve(recipe.training, layout.data_ranks))
+    answer: Decision | MusterError | None = None
+    if mesh.first:
+        try:
+            cluster = Cluster(
+                _accelerator(mesh.device, smallest),
+                mesh.world,
+                min(mesh.world, torch.cuda.device_count()),
+            )
+            answer = propose(Subject(recipe, task, source), cluster, precision)
+        except MusterError as error:
+            answer = error
+        except Exception as error:  # a model that fake tensors cannot run can still be trained
+            log.warning("no plan for this model, so none is held against it: %s", error)
+    answer = mesh.gather(answer)[0]
+    if isinstance(answer, MusterError):
+        raise answer
+    return answer or Decision(layout, solve(recipe.training, layout.data_ranks))
+
+
+def propose(subject: Subject, cluster: Cluster, precision: str) -> Decision:
+    """What the recipe says, with what it leaves open filled in, and what to expect of it."""
+    recipe = subject.recipe
+    planner = Planner(subject, cluster, precision)  # a run that goes on must find the same again
+    found = search(planner, thorough=False)
+    best = found.best or found.closest
+    if best is None:  # far too large, or not one sample for each rank, which `solve` refuses
+        shards = "fsdp" if recipe.distributed.strategy == "auto" else None
+        layout = layout_for(recipe.distributed, cluster.world, shards)
+        return Decision(layout, solve(recipe.training, layout.data_ranks))
+    if found.best is None:
+        log.warning(
+            "the plan does not fit: %s. Tensor and pipeline ranks, checkpointing and offload are "
+            "weighed by `muster plan`",
+            planner.too_much(best),
+        )
+    layout, sizes = best.choice.layout, _sizes(recipe, best, best.choice.layout)
+    loading = replace(planner, here=True)  # what this machine takes to load is part of the promise
+    return Decision(layout, sizes, promise(loading, recipe, layout, sizes))
+
+
+def _sizes(recipe: Recipe, best: Plan, layout: Layout) -> BatchSizes:
+    asked = (recipe.training.per_device_batch_size, recipe.training.gradient_accumulation_steps)
+    if asked != ("auto", "auto") or layout.pipeline > 1:
+        return solve(recipe.training, layout.data_ranks)
+    return BatchSizes(
+        recipe.training.global_batch_size,
+        best.choice.rows,
+        best.choice.accumulation,
+        layout.data_ranks,
+    )
+
+
+def promise(planner: Planner, recipe: Recipe, layout: Layout, sizes: BatchSizes) -> dict[str, Any]:
+    """What the run's results will be held against."""
+    options, pieces, rows = recipe.distributed, 1, sizes.per_device
+    if layout.pipeline > 1:
+        pieces = microbatches(options.pipeline_options, layout.pipeline, sizes.per_device)
+        rows = -(-sizes.per_device // pieces)
+    choice = Choice(
+        layout,
+        planner.precision,
+        rows=rows,
+        accumulation=sizes.accumulation,
+        pieces=pieces,
+        checkpointing=recipe.training.activation_checkpointing,
+        compiled=recipe.training.compile,
+        schedule=options.pipeline_options.schedule,
+        reduce_each=options.fsdp.reduce_each_micro_batch,
+        keep_gathered=options.fsdp.sharding == "shard_grad_op",
+        offload=planner.offload(layout),
+    )
+    plan = planner.weigh(choice)
+    return {
+        "device": planner.cluster.device.title,
+        "memory_gib": plan.need.allocated / GIB,
+        "memory_parts_gib": {k: v / GIB for k, v in plan.need.parts.items() if v},
+        "step_time_s": plan.duration.total,
+        "step_parts_s": {k: v for k, v in vars(plan.duration).items() if v},
+    }
+
+
+def _accelerator(device: torch.device, smallest: int) -> Accelerator:
+    """This rank's, with the memory of the smallest; one that nobody knows is taken for an A100."""
+    properties = torch.cuda.get_device_properties(device)
+    known = catalogue.recognise(properties.name, properties.total_memory / GIB)
+    if known is None:
+        log.warning("%s is not in the catalogue; step times are those of an A100", properties.name)
+        known = catalogue.find("a100")
+    return replace(catalogue.own(known), memory_gib=smallest / GIB)
+
+
+def by_arithmetic(recipe: Recipe, task: Task, world: int, smallest: int) -> Layout:
+    """For `auto`, DDP while a copy fits on the smallest device, else FSDP."""
+    if recipe.distributed.strategy != "auto":
+        return layout_for(recipe.distributed, world)
     fits = training_bytes(task) <= SHARE * smallest
-    return layout_for(recipe.distributed, mesh.world, "ddp" if fits else "fsdp")
+    return layout_for(recipe.distributed, world, "ddp" if fits else "fsdp")
 
 
 def training_bytes(task: Task) -> int:

@@ -50,6 +50,11 @@ class FSDP(Section):
     cpu_offload: bool = Field(
         False, description="Shards rest in host memory, and the optimizer steps there."
     )
+    reduce_each_micro_batch: bool = Field(
+        False,
+        description="With gradient accumulation, sum gradients among ranks after every micro-batch "
+        "and keep shards, instead of whole gradients until the last: less memory, more traffic.",
+    )
 
 
 class DeepSpeed(Section):

@@ -36,7 +36,8 @@ class Model(Section):
         "lmu-micro",
         description="A named architecture. Speech: lmu-micro, lmu-7m, their -causal forms, lmu-guide; for "
         "speech-seq2seq whisper-micro, whisper-tiny, -base, -small, -medium, -large-v3. "
-        "Language: gpt2-micro, gpt2, gpt2-xl, llama-micro, llama-1b, llama-7b, llama-3-8b, llama-70b. "
+        "Language: gpt2-micro, gpt2, gpt2-medium, -large, -xl, llama-micro, llama-1b, llama-3b, llama-7b, "
+        "llama-3-8b, llama-70b. "
         "Images: mnist-net, resnet-18, resnet-50.",
     )
     pretrained: str | None = Field(

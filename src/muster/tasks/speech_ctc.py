@@ -20,6 +20,7 @@ from muster.data.text import Vocabulary, build_vocabulary
 from muster.errors import RecipeError
 from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.ngram import NGram, build, read_arpa
+from muster.models.on_gpu import for_gpu
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Anyone, Counts, Lengths, Score
 from muster.tasks.speech import (
@@ -110,7 +111,7 @@ class SpeechCTC:
         features, frames = self.logmel(batch["samples"], batch["lengths"], warp)
         if "bands" in batch.tensors:
             features = apply_masks(features, frames, batch["bands"], batch["stretches"])
-        if features.device.type == "cuda":  # a GPU library prepares for every new shape: have few
+        if for_gpu(features):  # a GPU library prepares for every new shape: have few
             features = F.pad(features, (0, 0, 0, -features.shape[1] % FRAME_MULTIPLE))
         return batch.adding(features=features, frames=frames)
 

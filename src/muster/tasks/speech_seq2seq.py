@@ -27,6 +27,7 @@ from muster.data.whisper_text import WhisperTokens, in_time
 from muster.errors import RecipeError
 from muster.evaluate.normalise import make_normaliser, read_spelling
 from muster.models import huggingface, whisper_folder
+from muster.models.on_gpu import for_gpu
 from muster.models.weights import Weights
 from muster.models.whisper import FreshWhisper, Whisper, WhisperConfig
 from muster.models.whisper_folder import Generation
@@ -183,7 +184,7 @@ class SpeechSeq2Seq:
         missing = min(
             -tokens.shape[1] % TOKEN_MULTIPLE, self.config.target_positions - tokens.shape[1]
         )
-        if samples.device.type == "cuda" and missing > 0:  # few shapes: graphs stay warm
+        if for_gpu(samples) and missing > 0:  # few shapes: graphs stay warm
             tokens = F.pad(tokens, (0, missing), value=self.tokens.end)
             targets = F.pad(targets, (0, missing), value=IGNORE)
         heard = {"features": features, "tokens": tokens, "targets": targets}

@@ -1,0 +1,1 @@
+"""How fast this hardware really is."""

@@ -1,0 +1,68 @@
+"""`muster bench`: how fast this hardware really is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from muster.cli.common import console
+
+app = typer.Typer(no_args_is_help=True, help="Measure how fast this hardware really is.")
+
+LABELS = {
+    "bf16_tflops": ("matrix product, bf16", "TFLOP/s"),
+    "fp16_tflops": ("matrix product, fp16", "TFLOP/s"),
+    "fp32_tflops": ("matrix product, fp32", "TFLOP/s"),
+    "memory_gb_per_s": ("memory, read and write", "GB/s"),
+    "host_to_device_gb_per_s": ("host to device", "GB/s"),
+    "device_to_host_gb_per_s": ("device to host", "GB/s"),
+    "launch_us": ("starting a kernel", "µs"),
+}
+
+
+@app.callback()
+def group() -> None:
+    """Measure how fast this hardware really is."""
+
+
+@app.command()
+def device(
+    folder: Annotated[Path, typer.Option("--dir", help="Where the figures are kept.")] = Path(
+        "runs/bench"
+    ),
+    seconds: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="How long to measure, roughly.")
+    ] = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """What this GPU (or, without one, the CPU) reaches, beside what its maker promises."""
+    from muster.bench.device import bench
+
+    document, path = bench(folder, seconds)
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        _show(document, path)
+
+
+def _show(document: dict[str, Any], path: Path) -> None:
+    from rich.table import Table
+
+    figures = {**document["measured"], **document["copies"]}
+    table = Table("", "measured", "peak", "share")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for key, (label, unit) in LABELS.items():
+        if key not in figures:
+            continue
+        of_host = key.endswith(("_to_device_gb_per_s", "_to_host_gb_per_s"))
+        peak = document["peaks"].get("host_gb_per_s" if of_host else key)
+        reached = f"{figures[key] / peak:.0%}" if peak else "–"
+        promised = f"{peak:,.4g}" if peak else "–"
+        table.add_row(label, f"{figures[key]:,.3g} {unit}", promised, reached)
+    console.print(f"{document['title']}, torch {document['torch']}", markup=False)
+    console.print(table)
+    console.print(f"kept in {path}", soft_wrap=True, markup=False)

@@ -1,0 +1,392 @@
+"""`muster plan`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from muster.cli.common import Overrides, console, program
+from muster.errors import MemoryLimitError, RecipeError
+
+SIMULATED = 2  # micro-batches: from the second on, gradients are there before
+
+if TYPE_CHECKING:
+    from muster.hardware.catalogue import Accelerator
+    from muster.plan.search import Found
+    from muster.plan.weigh import Plan, Planner
+
+
+def plan(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="A shipped recipe, a YAML file, or a model such as llama-70b."
+        ),
+    ] = "",
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many. Default: this machine's, or with --gpu a usual machine of it.",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Which, such as h100, a100-40, 4090; `list` names all. Default: this machine's.",
+            show_default=False,
+        ),
+    ] = None,
+    per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="GPUs to a machine. Default: as usual.", show_default=False),
+    ] = None,
+    network: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            metavar="GB/S",
+            help="Between machines, for each GPU, one way. Default: as usual for it.",
+            show_default=False,
+        ),
+    ] = None,
+    simulate: Annotated[
+        bool,
+        typer.Option(
+            "--simulate", help="Build the chosen program on a fake cluster and run a step."
+        ),
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the arithmetic behind the answer.")
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Draw memory (PATH-memory) and scaling (PATH-scaling) as PNG and SVG.",
+            show_default=False,
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="How many ways to show.")] = 6,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Which strategy, what fits, how fast, and why. Needs no GPU."""
+    if gpu == "list":
+        return _list()
+    if not recipe:
+        raise RecipeError(
+            f"RECIPE: name a recipe or a model: {program()} plan gpt2 --gpus 8 --gpu h100"
+        )
+    from muster.plan import report
+    from muster.plan.named import open_subject
+    from muster.plan.search import search
+    from muster.plan.weigh import Planner
+
+    device, count = _devices(gpu, gpus, network)
+    cluster = _cluster(device, count, per_node)
+    subject = open_subject(recipe, overrides or [])
+    precision = _precision(subject.recipe.training.precision, device)
+    planner = Planner(subject, cluster, precision, here=gpu is None)
+    with console.status("weighing strategies …") if not as_json else _nothing():
+        found = search(planner)
+    if found.best is None:
+        with console.status("nothing fits; looking for what would …"):
+            words = report.cures(planner, found)
+        raise MemoryLimitError(
+            f"{recipe} on {count} × {device.title}: nothing fits: " + "; ".join(words)
+        )
+    document = report.as_dict(planner, found, recipe)
+    if simulate:
+        settings = report.settings(found.best)
+        again = open_subject(recipe, [*(overrides or []), *settings])
+        document["simulation"] = _simulate(again, found.best, planner, quiet=as_json)
+    if plot:
+        document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
+    if as_json:
+        print(json.dumps(document, indent=2))
+        return
+    _show(planner, found, recipe, overrides or [], top)
+    if explain:
+        console.print("\n[bold]The arithmetic[/]")
+        for line in report.arithmetic(planner, found.best):
+            console.print(f"  {line}", soft_wrap=True)
+    if simulate:
+        _show_simulation(document["simulation"], found.best)
+    for path in document.get("plots", []):
+        console.print(f"drawn: {path}")
+
+
+def _nothing() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def _list() -> None:
+    from rich.table import Table
+
+    from muster.hardware import catalogue
+
+    table = Table("name", "", "GiB", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "per machine")
+    table.columns[0].no_wrap = True  # it is what one types
+    for name in catalogue.names():
+        device = catalogue.own(catalogue.find(name))
+        table.add_row(
+            name,
+            device.title,
+            f"{device.memory_gib:.1f}",
+            f"{device.matrix_tflops.get('bf16', 0):.0f}"
+            if "bf16" in device.matrix_tflops
+            else "none",
+            f"{device.memory_gb_per_s:,.0f}",
+            f"{device.link} {device.link_gb_per_s:.0f}",
+            str(device.per_node),
+        )
+    console.print(table)
+
+
+def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[Accelerator, int]:
+    """Those asked for; what is left open is this machine's."""
+    import dataclasses
+
+    from muster.hardware import catalogue, inventory
+
+    if gpu is not None and gpu.lower() == "cpu":  # its ranks share one machine
+        count = gpus or 1
+        device = dataclasses.replace(catalogue.own(catalogue.cpu(count)), per_node=count)
+    elif gpu is not None:
+        device = catalogue.own(catalogue.find(gpu))
+        count = gpus or device.per_node
+    else:
+        here = inventory.detect()
+        if not here.gpus:
+            raise RecipeError(
+                "--gpu: this machine has none, so say which to plan for: --gpu h100 --gpus 8; "
+                f"`{program()} plan {sys.argv[2] if len(sys.argv) > 2 else 'RECIPE'} --gpu list` names all"
+            )
+        first = here.gpus[0]
+        known = catalogue.recognise(first.name, first.memory_gib)
+        if known is None:
+            raise RecipeError(
+                f"--gpu: {first.name} is not in the catalogue; measure it with `{program()} bench device`, "
+                "or name one that is like it"
+            )
+        device, count = catalogue.own(known), gpus or len(here.gpus)
+    if network is not None:
+        device = dataclasses.replace(
+            device,
+            network_gb_per_s=network,
+            measured={k: v for k, v in device.measured.items() if k != "network_gb_per_s"},
+        )
+    return device, count
+
+
+def _cluster(device: Accelerator, count: int, per_node: int | None) -> Any:
+    from muster.plan.time import Cluster
+
+    size = per_node or device.per_node
+    if count > size and count % size:
+        raise RecipeError(
+            f"--gpus: {count} are not a whole number of machines of {size}; use "
+            f"{count - count % size}, or say --per-node"
+        )
+    return Cluster(device, count, size)
+
+
+def _precision(asked: str, device: Accelerator) -> str:
+    if asked == "auto":
+        return "bf16" if "bf16" in device.matrix_tflops and device.name != "cpu" else "fp32"
+    if asked not in device.matrix_tflops:
+        raise RecipeError(
+            f"training.precision: {device.title} has no {asked}; use "
+            f"{' or '.join(device.matrix_tflops)}"
+        )
+    return asked
+
+
+def _show(planner: Planner, found: Found, recipe: str, overrides: list[str], top: int) -> None:
+    from rich.table import Table
+
+    from muster.plan import report
+    from muster.plan.memory import GIB
+
+    best, cluster = found.best, planner.cluster
+    assert best is not None
+    console.print(
+        f"[bold]{recipe}[/], {_count(planner.subject.parameters)} parameters, global batch "
+        f"{best.samples}, on {cluster.world} × {report.device_words(cluster.device)}, "
+        f"{planner.precision}\n",
+        soft_wrap=True,
+    )
+    for line in report.tree(planner, found):
+        console.print(f"  {line}", soft_wrap=True)
+    table = Table(
+        "", "layout", "micro-batch", "GiB a rank", "s a step", "samples/s", title_justify="left"
+    )
+    for i, plan in enumerate(report.distinct(found.plans)[:top]):
+        table.add_row(
+            "→" if i == 0 else "",
+            f"{plan.strategy}: {plan.choice.layout}"
+            if plan.choice.layout.world > 1
+            else plan.strategy,
+            _how(plan),
+            f"{plan.need.total / GIB:.1f}",
+            f"{plan.duration.total:.3g}",
+            f"{plan.samples_per_s:,.0f}"
+            if plan.samples_per_s >= 1000
+            else f"{plan.samples_per_s:.4g}",
+        )
+    console.print()
+    console.print(table)
+    console.print(_parts(best, planner))
+    if found.rejected:
+        console.print("\n[bold]Passed over[/]")
+        for name, reason in found.rejected.items():
+            console.print(f"  {name}: {reason}", soft_wrap=True)
+    console.print()
+    console.print(_command(recipe, overrides, best, cluster), soft_wrap=True, markup=False)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
+def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
+    """What carries the plan out; on several machines, on each of them."""
+    from muster.plan import report
+    from muster.plan.named import as_recipe
+
+    name, needed = as_recipe(recipe)
+    places = [f"--gpus {min(cluster.world, cluster.per_node)}"]
+    if cluster.nodes > 1:
+        places += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
+    settings = [shlex.quote(s) for s in (*needed, *overrides, *report.settings(best))]
+    return " ".join([program(), "train", name, *places, *settings])
+
+
+def _how(plan: Plan) -> str:
+    from muster.plan.weigh import describe
+
+    return describe(plan.choice).removeprefix("micro-batch ")
+
+
+def _parts(plan: Plan, planner: Planner) -> Any:
+    """Where the memory and the time go."""
+    from rich.table import Table
+
+    from muster.plan.memory import GIB
+
+    table = Table("memory of the fullest rank", "GiB", "a step", "s")
+    memory = [(k, f"{v / GIB:.2f}") for k, v in plan.need.parts.items() if v]
+    memory += [("of", f"{planner.capacity / GIB:.1f}")]
+    if plan.need.host:
+        memory.append(("on the host, beside it", f"{plan.need.host / GIB:.2f}"))
+    time = [(k.replace("_", " "), f"{v:.4g}") for k, v in vars(plan.duration).items() if v]
+    for i in range(max(len(memory), len(time))):
+        table.add_row(
+            *(memory[i] if i < len(memory) else ("", "")), *(time[i] if i < len(time) else ("", ""))
+        )
+    return table
+
+
+def _plot(path: Path, planner: Planner, found: Found, recipe: str) -> list[Path]:
+    from muster.plan.memory import GIB, PARTS
+    from muster.plan.picture import draw_memory, draw_scaling
+
+    best = found.best
+    assert best is not None
+    names = [f"stage {i}" for i in range(len(best.needs))] if len(best.needs) > 1 else ["each rank"]
+    stacks = {
+        name: {part: need.parts[part] / GIB for part in PARTS}
+        for name, need in zip(names, best.needs, strict=True)
+    }
+    title = f"{recipe} on {planner.cluster.world} × {planner.cluster.device.title}"
+    drawn = draw_memory(
+        path.with_name(f"{path.name}-memory"), stacks, planner.cluster.device.memory_gib, title
+    )
+    points = _scaling(planner)
+    here = (planner.cluster.world, best.samples_per_s)
+    return drawn + draw_scaling(
+        path.with_name(f"{path.name}-scaling"), {"planned": points}, "samples/s", title, chosen=here
+    )
+
+
+def _scaling(planner: Planner) -> list[tuple[int, float]]:
+    """The best plan's throughput on ever more devices, up to twice as many as asked for."""
+    from muster.plan.search import search
+    from muster.plan.time import Cluster
+
+    points, world = [], 1
+    most = min(2 * planner.cluster.world, planner.subject.recipe.training.global_batch_size)
+    while world <= most:
+        cluster = Cluster(planner.cluster.device, world, planner.cluster.per_node)
+        found = search(planner.on(cluster))
+        if found.best is not None:
+            points.append((world, found.best.samples_per_s))
+        world *= 2
+    return points
+
+
+def _simulate(subject: Any, best: Plan, planner: Planner, quiet: bool) -> list[dict[str, Any]]:
+    from muster.plan.simulate import simulate_all
+
+    choice = best.choice
+    few = min(choice.accumulation, SIMULATED)
+    with console.status("building it on a fake cluster …") if not quiet else _nothing():
+        found = simulate_all(
+            subject,
+            choice.layout,
+            recipe=subject.recipe,
+            precision=planner.precision,
+            rows=choice.rows,
+            pieces=choice.pieces,
+            accumulation=few,
+        )
+    results = [result.as_dict() for result in found]
+    if few < choice.accumulation:
+        note = f"run and counted: {few} of a step's {choice.accumulation} micro-batches, which are alike"
+        results[0]["notes"] = [*results[0]["notes"], note]
+    return results
+
+
+def _show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
+    from rich.table import Table
+
+    from muster.plan.memory import GIB
+
+    console.print("\n[bold]On a fake cluster[/]: the program itself, built and run for a step")
+    table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB put in")
+    for result in results:
+        parts = [f"{k} {v / GIB:.2f}" for k, v in result["at_peak"].items() if v > 0.005 * GIB]
+        counts: dict[str, list[float]] = {}
+        for sent in result["sent"]:
+            total = counts.setdefault(sent["kind"], [0, 0.0])
+            total[0] += sent["times"]
+            total[1] += sent["times"] * sent["bytes"] / 1e9
+        table.add_row(
+            str(result["rank"]),
+            str(result["layers"]),
+            f"{result['parameters'] / 1e6:,.1f} M",
+            f"{result['peak'] / GIB:.2f}",
+            "\n".join(parts),
+            "\n".join(f"{int(n)} {kind}" for kind, (n, _) in counts.items()),
+            "\n".join(f"{size:.3g}" for _, size in counts.values()),
+        )
+    console.print(table)
+    worst = max(result["peak"] for result in results)
+    console.print(
+        f"peak {worst / GIB:.2f} GiB without the CUDA context and NCCL (planned: "
+        f"{best.need.allocated / GIB:.2f}, with cuBLAS's); bytes are what this rank puts in; "
+        f"took {sum(result['seconds'] for result in results):.0f} s",
+        soft_wrap=True,
+    )
+    for note in dict.fromkeys(note for result in results for note in result["notes"]):
+        console.print(f"note: {note}", soft_wrap=True)

@@ -1,0 +1,292 @@
+"""The fastest way to run a recipe on so many devices that fits, and why the others were passed over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import Any
+
+from muster.errors import RecipeError
+from muster.models.norm import MaskedBatchNorm
+from muster.parallel.layout import Layout, layout_for, strategy_name
+from muster.parallel.mixtures import refuse_mixtures
+from muster.plan.batch import BatchSizes, micro_batches, solve
+from muster.plan.memory import GIB, Choice
+from muster.plan.weigh import Plan, Planner
+from muster.recipe.schema import Recipe
+
+TIE = 0.08  # of a step: strategies that are no further apart than the planner errs are equally fast
+SIMPLEST = (
+    "single",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "tensor",
+    "pipeline",
+    "hybrid",
+)
+AGAIN = ("none", "selective", "full")
+ADAPTERS = "adapters train under ddp, fsdp and hsdp"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search ends with. `rejected`: why each strategy that did not make it was passed over."""
+
+    plans: list[Plan]  # that fit, best first
+    rejected: dict[str, str]
+    closest: Plan | None  # the one that needs least, where none fits
+
+    @property
+    def best(self) -> Plan | None:
+        return self.plans[0] if self.plans else None
+
+
+def search(planner: Planner, *, thorough: bool = True) -> Found:
+    """`thorough`: also tensor and pipeline ranks, other activation checkpointing, and offload."""
+    return _Search(planner, thorough).run()
+
+
+@dataclass
+class _Search:
+    planner: Planner
+    thorough: bool
+    fitting: list[Plan] = field(default_factory=list)
+    closest: dict[str, Plan] = field(default_factory=dict)  # by strategy: what needs least
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> Found:
+        self._weigh(self._layouts())
+        if self.thorough and self.recipe.distributed.strategy == "auto":
+            spare = self._spare()
+            if spare is not None and spare < TIE:
+                self.rejected["tensor, pipeline, hybrid"] = (
+                    f"could save at most {100 * spare:.1f} % of a step, what messages and computing "
+                    "twice cost now"
+                )
+            else:
+                self._weigh(self._split_layouts())
+        if not self.fitting and self.thorough:
+            self._weigh(self._layouts(), offload=True)
+        good = {plan.strategy for plan in self.fitting}
+        for name, plan in self.closest.items():
+            self.rejected[name] = self.planner.too_much(plan)
+        least = min(self.closest.values(), key=lambda plan: plan.need.total, default=None)
+        rejected = {name: why for name, why in self.rejected.items() if name not in good}
+        return Found(rank(self.fitting), rejected, least)
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.planner.subject.recipe
+
+    @property
+    def world(self) -> int:
+        return self.planner.cluster.world
+
+    def _weigh(self, layouts: Iterable[Layout], offload: bool = False) -> None:
+        for layout in layouts:
+            name = strategy_name(layout)
+            if (reason := self._hopeless(layout, offload)) is not None:
+                self.rejected.setdefault(name, reason)
+                continue
+            for choice in self._allowed(layout, offload):
+                plan = self.planner.weigh(choice)
+                before = self.closest.get(name)
+                if self.planner.fits(plan):
+                    self.fitting.append(plan)
+                elif before is None or plan.need.total < before.need.total:
+                    self.closest[name] = plan
+
+    def _allowed(self, layout: Layout, offload: bool) -> Iterator[Choice]:
+        """What `muster train` would refuse is passed over with its words, if it was not asked for."""
+        try:
+            for choice in self._choices(layout, offload):
+                again: Any = choice.checkpointing
+                training = self.recipe.training.model_copy(
+                    update={
+                        "activation_checkpointing": again,
+                        "gradient_accumulation_steps": choice.accumulation,
+                    }
+                )
+                refuse_mixtures(self.recipe.model_copy(update={"training": training}), layout)
+                yield choice
+        except RecipeError as error:
+            if self.recipe.distributed.strategy != "auto":
+                raise
+            self.rejected.setdefault(strategy_name(layout), str(error))
+
+    def _hopeless(self, layout: Layout, offload: bool) -> str | None:
+        """Why nothing of this layout can run, as far as that takes no recording to say."""
+        total, capacity = self.recipe.training.global_batch_size, self.planner.capacity
+        if total < layout.data_ranks:
+            return f"{total} samples of a global batch cannot feed {layout.data_ranks} data ranks"
+        if offload or self.planner.offload(layout) != "none":
+            return None
+        shards = layout.world if layout.zero else layout.shard
+        held = max(stage.trained / shards for stage in self.planner.stages(layout))
+        least = 16 * held
+        if layout.zero in (1, 2):
+            least = 12 * held + 2 * self.planner.subject.parameters
+        if least <= capacity:
+            return None
+        return (
+            f"needs {least / GIB:.0f} of {capacity / GIB:.1f} GiB for weights, gradients and the "
+            "optimizer alone"
+        )
+
+    def _spare(self) -> float | None:
+        """The share of the fastest step that is not computing each thing once: no layout of the same
+        devices saves more. None where nothing fits."""
+        best = min(self.fitting, key=lambda plan: plan.duration.total, default=None)
+        if best is None:
+            return None
+        once = self.planner.weigh(replace(best.choice, checkpointing="none")).duration
+        return 1 - (once.matrices + once.memory) / best.duration.total
+
+    def _layouts(self) -> Iterator[Layout]:
+        """The strategy asked for, or all that leave the model's layers whole."""
+        recipe, world, inner = self.recipe, self.world, self.planner.cluster.per_node
+        if recipe.distributed.strategy != "auto":
+            layout = layout_for(recipe.distributed, world)
+            layout.check_model(self.planner.subject.plan, self.name)
+            yield layout
+            return
+        if world == 1:
+            yield Layout()
+            return
+        yield Layout(replicate=world)
+        yield Layout(shard=world)
+        if world > inner and world % inner == 0:
+            yield Layout(replicate=world // inner, shard=inner)
+        if recipe.model.lora is not None:
+            self.rejected["zero1, zero2, zero3"] = ADAPTERS
+        elif self.thorough or find_spec("deepspeed"):
+            yield from (Layout(shard=world, zero=stage) for stage in (1, 2, 3))
+
+    @property
+    def name(self) -> str:
+        return self.recipe.model.pretrained or self.recipe.model.preset
+
+    def _split_layouts(self) -> Iterator[Layout]:
+        """Those that cut the model itself; tensor ranks within a machine."""
+        inner = self.planner.cluster.per_node
+        if self.recipe.model.lora is not None:
+            self.rejected["tensor, pipeline"] = ADAPTERS
+            return
+        for tensor in _powers(self.world):
+            if tensor > inner:
+                self.rejected[f"tensor {tensor}"] = (
+                    f"crosses machines of {inner}: every layer would wait for the network"
+                )
+                break
+            for pipeline in _powers(self.world // tensor):
+                over = self.world // (tensor * pipeline)
+                one_copy = over == 1 and self.world > inner  # many machines, and nothing is sharded
+                if tensor * pipeline > 1 and not one_copy:
+                    yield from self._if_possible(
+                        Layout(shard=over, tensor=tensor, pipeline=pipeline)
+                    )
+
+    def _if_possible(self, layout: Layout) -> Iterator[Layout]:
+        try:
+            layout.check_model(self.planner.subject.plan, self.name)
+        except RecipeError as error:
+            used = [axis for axis in ("tensor", "pipeline") if layout.sizes[axis] > 1]
+            if len(used) == 1:
+                self.rejected.setdefault(used[0], str(error))
+        else:
+            yield layout
+
+    def _choices(self, layout: Layout, offload: bool) -> Iterator[Choice]:
+        """`offload`: with what rests on the host; a last resort, since everything passes a narrow bus."""
+        training, options = self.recipe.training, self.recipe.distributed
+        again: Iterable[str] = (training.activation_checkpointing,)
+        if self.thorough and training.activation_checkpointing == "none" and self._may_forget:
+            again = AGAIN
+        base = Choice(
+            layout,
+            self.planner.precision,
+            rows=1,
+            offload=self.planner.offload(layout),
+            compiled=training.compile,
+            reduce_each=options.fsdp.reduce_each_micro_batch,
+            schedule=options.pipeline_options.schedule,
+            keep_gathered=options.fsdp.sharding == "shard_grad_op",
+        )
+        if offload:
+            if base.offload != "none" or not (base.sharded or layout.zero >= 2):
+                return
+            base = replace(base, offload="optimizer" if layout.zero == 2 else "all")
+        for sizes in self._sizes(layout):
+            for checkpointing in again:
+                yield from self._sized(replace(base, checkpointing=checkpointing), sizes)
+
+    @property
+    def _may_forget(self) -> bool:
+        """A block computed twice would count its batch twice in batch normalisation."""
+        model = self.planner.subject.model
+        return not any(isinstance(module, MaskedBatchNorm) for module in model.modules())
+
+    def _sizes(self, layout: Layout) -> list[BatchSizes]:
+        training = self.recipe.training
+        given = (training.per_device_batch_size, training.gradient_accumulation_steps)
+        if given != ("auto", "auto"):
+            return [solve(training, layout.data_ranks)]
+        ways = micro_batches(training.global_batch_size, layout.data_ranks)
+        return ways[:1] if layout.pipeline > 1 else ways
+
+    def _sized(self, choice: Choice, sizes: BatchSizes) -> Iterator[Choice]:
+        """With a micro-batch, and for a pipeline with the pieces that flow through it."""
+        layout, samples = choice.layout, sizes.per_device
+        if layout.pipeline == 1:
+            sized = replace(choice, rows=samples, accumulation=sizes.accumulation)
+            yield sized
+            if (
+                self.thorough
+                and choice.sharded
+                and sizes.accumulation > 1
+                and not choice.reduce_each
+            ):
+                yield replace(sized, reduce_each=True)
+            return
+        asked = self.recipe.distributed.pipeline_options.microbatches
+        wanted = [asked] if isinstance(asked, int) else [-(-samples // n) for n in (1, 2, 4, 8)]
+        for pieces in wanted:
+            if layout.pipeline <= pieces <= samples:
+                rows = math.ceil(samples / pieces)
+                yield replace(choice, rows=rows, pieces=pieces, accumulation=sizes.accumulation)
+
+
+def rank(plans: list[Plan]) -> list[Plan]:
+    """Fastest first; of those as fast as the best, the simplest leads."""
+    ordered = sorted(plans, key=lambda plan: (plan.duration.total, complexity(plan)))
+    if not ordered:
+        return []
+    limit = ordered[0].duration.total * (1 + TIE)
+    leading = [plan for plan in ordered if plan.duration.total <= limit]
+    first = min(leading, key=lambda plan: (complexity(plan), plan.duration.total))
+    return [first, *(plan for plan in ordered if plan is not first)]
+
+
+def complexity(plan: Plan) -> tuple[int, int, int, int]:
+    """What is harder to run, and to understand, is greater."""
+    choice = plan.choice
+    axes = sum(size > 1 for size in choice.layout.sizes.values())
+    return (
+        int(choice.offload != "none"),
+        SIMPLEST.index(plan.strategy),
+        axes,
+        AGAIN.index(choice.checkpointing),
+    )
+
+
+def _powers(number: int) -> list[int]:
+    """Divisors that are powers of two, and the number itself."""
+    return [
+        d for d in range(1, number + 1) if (number % d == 0 and d & (d - 1) == 0) or d == number
+    ]

@@ -1,0 +1,139 @@
+"""What is planned: a recipe's task, with batches as its data would make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from muster.data.batches import BatchPlan, cut
+from muster.data.loader import Batch, Source
+from muster.data.packing import PackedSample
+from muster.models.plan import ParallelPlan
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Task
+
+TIMED = 4  # samples
+LOOKED_AT = 64  # steps of an epoch whose batches stand for all
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A task to plan for. Its data, where it is at hand, tells how long samples are."""
+
+    recipe: Recipe
+    task: Task
+    source: Source | None = None
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The whole model, without memory."""
+        with torch.device("meta"):
+            return self.task.build_model()
+
+    @cached_property
+    def plan(self) -> ParallelPlan:
+        return self.model.plan  # type: ignore[return-value]
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @cached_property
+    def trained(self) -> int:
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @cached_property
+    def loading_seconds(self) -> float:
+        """To make ready the samples of one step, by one worker thread on this machine."""
+        if self.source is None or self.recipe.task == "causal-lm":
+            return 0.0
+        index, begin = self._middling, time.perf_counter()
+        samples = [self.source.load(index) for _ in range(TIMED)]
+        self.task.collate(samples, 0, float(self.source.lengths[index]))
+        each = (time.perf_counter() - begin) / TIMED
+        workers = self.recipe.data.workers
+        threads = workers if isinstance(workers, int) else 4
+        return each * self.recipe.training.global_batch_size / max(1, threads)
+
+    def batch(self, rows: int, *, costliest: bool) -> Batch:
+        """`rows` samples as long as the longest, or as those of a middling batch. Real tensors on the
+        CPU; only their shapes count."""
+        if self.recipe.task == "causal-lm":
+            return self.task.collate([_tokens(self.recipe.data.sequence_length)] * rows, 0)
+        if self.source is None:
+            sample = self._made_up()
+            return self.task.collate([sample] * rows, 0)
+        index = self._longest if costliest else self._middling
+        sample = self.source.load(index)
+        return self.task.collate([sample] * rows, 0, float(self.source.lengths[index]))
+
+    @cached_property
+    def _longest(self) -> int:
+        assert self.source is not None
+        return int(np.argmax(self.source.lengths))
+
+    @cached_property
+    def _middling(self) -> int:
+        """A sample as long as what batches are padded to on average."""
+        assert self.source is not None
+        lengths = self.source.lengths
+        windows = self.task.windows(lengths, training=True)
+        total = min(self.recipe.training.global_batch_size, len(lengths))
+        plan = BatchPlan(
+            lengths, total, self.recipe.seed, self.recipe.data.pool_batches, windows=windows
+        )
+        steps = range(min(LOOKED_AT, plan.steps_per_epoch))
+        padded = [
+            float(lengths[part].max())
+            for step in steps
+            for parts in cut(plan.batch(step), lengths, 1, 1)
+            for part in parts
+        ]
+        return int(np.argmin(np.abs(lengths - np.mean(padded))))
+
+    def _made_up(self) -> Any:
+        """A sample of the greatest length the recipe allows."""
+        data = self.recipe.data
+        if self.recipe.task == "image-classification":
+            from muster.data.images import ImageSample
+
+            task: Any = self.task
+            shape = (task.channels, task.size, task.size)
+            return ImageSample(0, np.zeros(shape, np.uint8), 0)
+        from muster.data.speech import SpeechSample
+
+        asked = data.window if isinstance(data.window, float) else 30.0
+        seconds = min(data.max_seconds, asked if self.recipe.task == "speech-seq2seq" else 1e9)
+        return SpeechSample(0, np.zeros(int(seconds * data.sample_rate), np.float32), "a" * 40)
+
+
+def _tokens(length: int) -> PackedSample:
+    row = np.zeros(length + 1, np.int64)
+    return PackedSample(0, row, length, row[:-1], row[:-1])
+
+
+def fake(batch: Batch, mode: Any) -> Batch:
+    """The same shapes without values, but for counts that decide about shapes."""
+    tensors = {
+        name: mode.from_tensor(tensor) if isinstance(tensor, Tensor) else tensor
+        for name, tensor in batch.tensors.items()
+    }
+    return dataclasses.replace(batch, tensors=tensors)
+
+
+def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Module]]:
+    """Stacks of blocks, by the name of what holds them: a model repeats itself there."""
+    stacks = {}
+    for name, module in model.named_modules():
+        children = list(module.children())
+        if children and all(type(child).__name__ in names for child in children):
+            stacks[name] = children
+    return stacks

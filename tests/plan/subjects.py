@@ -1,0 +1,37 @@
+"""Small things to plan for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+from muster.hardware import catalogue
+from muster.plan.named import open_subject
+from muster.plan.subject import Subject
+from muster.plan.time import Cluster
+from muster.plan.weigh import Planner
+
+SMALL = ("data.sequence_length=64", "training.global_batch_size=64")
+GPT = ("gpt-micro", *SMALL)
+LLAMA = ("llama-micro", *SMALL)
+
+
+@cache
+def subject(name: str, *overrides: str) -> Subject:
+    return open_subject(name, overrides)
+
+
+@cache
+def _recorded(thing: Subject) -> Planner:
+    """Recordings take seconds, and serve every test."""
+    return Planner(thing, Cluster(catalogue.find("h100"), 1, 8), "bf16")
+
+
+def planner(
+    thing: Subject, gpus: int = 1, *, gib: float | None = None, per_node: int = 8
+) -> Planner:
+    """On so many H100s, or devices like it with other memory."""
+    device = catalogue.find("h100")
+    if gib is not None:
+        device = replace(device, memory_gib=gib)
+    return _recorded(thing).on(Cluster(device, gpus, per_node))

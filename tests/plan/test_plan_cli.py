@@ -1,0 +1,103 @@
+"""`muster plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from muster.cli import app
+from muster.errors import MemoryLimitError, MusterError, RecipeError
+from muster.plan.memory import WORKSPACE
+
+SMALL = ["gpt-micro", "data.sequence_length=64", "training.global_batch_size=16"]
+FIXED = "distributed.strategy=ddp"
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_answer_comes_with_the_command_that_carries_it_out():
+    text = run(*SMALL, FIXED, "--gpus", "4", "--gpu", "h100", "--explain")
+    for words in (
+        "Does one copy fit",
+        "ddp: replicate 4",
+        "memory of the fullest rank",
+        "The arithmetic",
+        "muster train gpt-micro --gpus 4",
+        "training.per_device_batch_size=4",
+    ):
+        assert words in text
+
+
+def test_json_holds_the_whole_answer(tmp_path):
+    words = (*SMALL, FIXED, "--gpus", "2", "--gpu", "h100", "--json", "--simulate")
+    document = json.loads(run(*words, "--plot", str(tmp_path / "plan")))
+    answer = document["answer"]
+    assert answer["strategy"] == "ddp"
+    assert sum(answer["memory_gib"].values()) == pytest.approx(answer["total_gib"])
+    assert answer["step_s"]["total"] > 0
+    assert document["gpus"] == 2
+    (rank,) = document["simulation"]
+    planned = answer["allocated_gib"] * 2**30 - WORKSPACE
+    assert rank["peak"] == pytest.approx(planned, rel=0.02)
+    assert {p.rsplit("/", 1)[1] for p in document["plots"]} == {
+        "plan-memory.png",
+        "plan-memory.svg",
+        "plan-scaling.png",
+        "plan-scaling.svg",
+    }
+    assert all((tmp_path / name).stat().st_size > 1000 for name in ("plan-memory.png",))
+
+
+def test_several_machines_are_told_to_train():
+    text = run(*SMALL, FIXED, "--gpus", "4", "--gpu", "h100", "--per-node", "2")
+    assert "--gpus 2 --nodes 2" in text
+
+
+def test_all_known_gpus_are_listed():
+    text = run("gpt2", "--gpu", "list")
+    for name in ("v100", "a100", "l40s", "4090", "h200", "b200", "mi300x"):
+        assert name in text
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        (["gpt2", "--gpu", "h1000"], MusterError, "h100"),
+        (["gpt3", "--gpu", "h100"], RecipeError, "gpt2"),
+        (["whisper", "--gpu", "h100"], RecipeError, "has no model size"),
+        (["gpt-micro", "--gpu", "h100", "--gpus", "12"], RecipeError, "machines of 8"),
+        (
+            ["gpt-micro", "training.precision=bf16", "--gpu", "v100", "--gpus", "1"],
+            RecipeError,
+            "training.precision",
+        ),
+    ],
+    ids=["no such GPU", "no such model", "no size", "half a machine", "no bf16"],
+)
+def test_what_cannot_be_planned_is_refused_with_the_cure(words, kind, said):
+    with pytest.raises(kind, match=said):
+        CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+
+
+def test_a_machine_without_gpus_must_say_which():
+    from muster.hardware import inventory
+
+    if inventory.detect().gpus:
+        pytest.skip("this machine has GPUs")
+    with pytest.raises(RecipeError, match="--gpu h100"):
+        CliRunner().invoke(app, ["plan", "gpt2"], catch_exceptions=False)
+
+
+def test_what_does_not_fit_says_what_would():
+    words = ["llama-7b", "training.global_batch_size=2", "data.sequence_length=256"]
+    words += ["training.compile=false", FIXED, "--gpu", "t4", "--gpus", "1"]
+    with pytest.raises(MemoryLimitError) as caught:
+        CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+    for hint in ("nothing fits", "needs", "strategy=auto", "model.lora", "a smaller model"):
+        assert hint in str(caught.value)

@@ -1,0 +1,138 @@
+"""Seconds: rooflines, rings, pipelines, and that the parts add up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from muster.hardware import catalogue
+from muster.parallel.layout import Layout
+from muster.plan.kernels import LAUNCH_US, MATRIX, STREAM, Speeds
+from muster.plan.memory import Choice
+from muster.plan.time import Cluster, Tally, collective, step_time, tally
+from muster.plan.work import Work
+from plan.subjects import GPT, planner, subject
+
+H100 = catalogue.find("h100")
+ONCE = Tally(matrices=0.06, memory=0.03, tensor=0.0, host=0.01)
+
+
+def stage_of(layout=None):
+    return planner(subject(*GPT)).stages(layout or Layout())[0]
+
+
+def step(choice: Choice, once: Tally = ONCE, gpus: int = 8, **more):
+    cluster = Cluster(H100, gpus, 8)
+    return step_time(choice, stage_of(choice.layout), once, cluster, **more)
+
+
+def test_a_kernel_takes_as_long_as_its_dearer_half():
+    speeds = Speeds.of(H100)
+    moving = Work("add", "memory", 0.0, 3e9, "float32")
+    computing = Work("mm", "matrix", 1e13, 1e6, "bfloat16", (1, 8192, 8192, 8192))
+    assert speeds.seconds(moving) > 3e9 / (H100.memory_gb_per_s * 1e9)
+    assert speeds.seconds(computing) == pytest.approx(
+        1e13 / (MATRIX * H100.matrix_tflops["bf16"] * 1e12), rel=0.01
+    )
+    slow = replace(computing, dtype="float32")
+    assert speeds.seconds(slow) > 5 * speeds.seconds(computing)
+    assert speeds.seconds(replace(moving, bytes=1.0)) == pytest.approx(2.5e-6)
+
+
+def test_what_was_measured_goes_before_the_peak():
+    """A bench reaches 69 % and 88 % of an H200's peaks; a device that does so too is as planned."""
+    peaks = Speeds.of(H100)
+    same = {
+        "bf16_tflops": 0.69 * H100.matrix_tflops["bf16"],
+        "memory_gb_per_s": 0.88 * H100.memory_gb_per_s,
+    }
+    alike = Speeds.of(replace(H100, measured=same))
+    assert alike.matrix["bf16"] == pytest.approx(peaks.matrix["bf16"])
+    assert alike.bytes == pytest.approx(peaks.bytes)
+    half = Speeds.of(
+        replace(H100, measured={k: v / 2 for k, v in same.items()} | {"launch_us": 3.0})
+    )
+    assert half.matrix["bf16"] == pytest.approx(peaks.matrix["bf16"] / 2)
+    assert half.matrix["fp32"] == peaks.matrix["fp32"]
+    assert half.bytes == pytest.approx(peaks.bytes / 2)
+    assert half.launch_s == 3e-6
+    assert peaks.launch_s == LAUNCH_US * 1e-6
+    assert peaks.bytes == STREAM * H100.memory_gb_per_s * 1e9
+
+
+def test_collectives_follow_the_bus_bandwidth_of_nccl_tests():
+    """all_reduce moves 2 (n − 1) / n of the array, the others (n − 1) / n."""
+    assert collective("all_reduce", 8e9, 8, 1e9) == pytest.approx(2 * 7 / 8 * 8, rel=1e-3)
+    assert collective("all_gather", 8e9, 8, 1e9) == pytest.approx(7 / 8 * 8, rel=1e-3)
+    assert collective("all_reduce", 8e9, 1, 1e9) == 0.0
+
+
+def test_the_network_counts_where_ranks_sit_on_several_machines():
+    cluster = Cluster(H100, 64, 8)
+    inside, across = cluster.bandwidth(8), cluster.bandwidth(64)
+    assert inside == pytest.approx(0.8 * H100.link_gb_per_s * 1e9)
+    assert across == min(inside, 8 * 0.8 * H100.network_gb_per_s * 1e9)
+    one_each = cluster.bandwidth(8, stride=8)  # every rank on another machine, alone with its card
+    assert one_each == pytest.approx(0.8 * H100.network_gb_per_s * 1e9)
+    assert cluster.nodes == 8
+
+
+def test_the_parts_of_a_step_add_up():
+    duration = step(Choice(Layout(replicate=8), "bf16", rows=2, accumulation=3))
+    assert duration.total == pytest.approx(sum(vars(duration).values()))
+    assert duration.matrices == pytest.approx(3 * 0.06)
+    assert duration.memory == pytest.approx(3 * 0.03)
+
+
+def test_a_device_waits_for_a_host_that_is_slower():
+    quick = step(Choice(Layout(), "bf16", rows=1), gpus=1)
+    slow = step(Choice(Layout(), "bf16", rows=1), replace(ONCE, host=0.2), gpus=1)
+    assert slow.host == pytest.approx(0.2 - 0.09, rel=0.02)
+    assert slow.total > quick.total + 0.1
+
+
+def test_a_pipeline_waits_while_it_fills_and_drains():
+    layout = Layout(pipeline=4)
+    few = step(Choice(layout, "bf16", rows=1, pieces=4), gpus=4)
+    many = step(Choice(layout, "bf16", rows=1, pieces=16), gpus=4)
+    assert few.bubble == many.bubble == pytest.approx(3 * 0.09)
+    assert few.bubble / few.total > many.bubble / many.total
+
+
+def test_messages_hide_under_computing_but_never_all_of_them():
+    choice = Choice(Layout(shard=8), "bf16", rows=1)
+    hidden, exposed = step(choice), step(choice, Tally(1e-6, 1e-6, 0.0, 0.0))
+    assert 0 < hidden.data_parallel < exposed.data_parallel
+
+
+def test_summing_every_micro_batch_costs_more_than_summing_once():
+    choice = Choice(Layout(shard=8), "bf16", rows=1, accumulation=8)
+    bare = Tally(1e-6, 1e-6, 0.0, 0.0)
+    assert step(replace(choice, reduce_each=True), bare).data_parallel > (
+        step(choice, bare).data_parallel
+    )
+
+
+def test_offload_pays_for_the_bus_and_the_hosts_processor():
+    near = step(Choice(Layout(shard=8), "bf16", rows=1))
+    far = step(Choice(Layout(shard=8), "bf16", rows=1, offload="all"))
+    assert far.optimizer > 10 * near.optimizer
+    assert far.data_parallel > near.data_parallel
+
+
+def test_samples_that_load_slower_than_a_step_are_waited_for():
+    choice = Choice(Layout(), "bf16", rows=1)
+    assert step(choice, gpus=1, loading=0.01).loading == 0.0
+    late = step(choice, gpus=1, loading=5.0)
+    assert late.total == pytest.approx(5.0, rel=0.01)
+
+
+def test_a_load_is_tallied_by_kind():
+    plans = planner(subject(*GPT))
+    load = plans._load(plans._way(Choice(Layout(), "bf16", rows=4)), stage_of(), 4, costliest=True)
+    found = tally(load, plans.cluster)
+    assert found.matrices > 0
+    assert found.memory > 0
+    assert found.tensor == 0
+    assert found.host == pytest.approx(load.calls * 0.74 * LAUNCH_US * 1e-6)

@@ -1,0 +1,84 @@
+"""What a run is promised, and on a GPU whether the promise was kept."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from muster.hardware import catalogue
+from muster.parallel.layout import Layout
+from muster.plan.search import search
+from muster.plan.strategy import propose
+from muster.plan.time import Cluster
+from plan.subjects import GPT, LLAMA, planner, subject
+
+H100 = catalogue.find("h100")
+
+
+def test_a_proposal_fills_in_what_the_recipe_leaves_open():
+    decision = propose(subject(*GPT), Cluster(H100, 4, 4), "bf16")
+    assert decision.layout == Layout(replicate=4)
+    assert (decision.sizes.per_device, decision.sizes.accumulation) == (16, 1)
+    assert decision.promised["memory_gib"] > 0
+    assert decision.promised["step_time_s"] > 0
+    assert sum(decision.promised["step_parts_s"].values()) == pytest.approx(
+        decision.promised["step_time_s"]
+    )
+
+
+def test_a_proposal_keeps_what_the_recipe_says():
+    thing = subject(*LLAMA, "distributed.strategy=hsdp", "training.per_device_batch_size=2")
+    decision = propose(thing, Cluster(H100, 4, 4), "bf16")
+    assert decision.layout == Layout(replicate=2, shard=2)
+    assert (decision.sizes.per_device, decision.sizes.accumulation) == (2, 8)
+
+
+def test_a_pipeline_of_the_recipes_own_is_promised_too():
+    decision = propose(
+        subject(*LLAMA, "distributed.strategy=pipeline"), Cluster(H100, 2, 2), "bf16"
+    )
+    assert decision.layout == Layout(pipeline=2)
+    assert decision.promised["step_parts_s"]["bubble"] > 0
+
+
+def test_what_does_not_fit_is_tried_all_the_same_and_said(caplog):
+    """The planner may be wrong; running out of memory says so more surely than it can."""
+    from dataclasses import replace
+
+    small = replace(H100, memory_gib=0.9)
+    decision = propose(subject(*GPT), Cluster(small, 2, 2), "bf16")
+    assert decision.layout.world == 2
+    assert "does not fit" in caplog.text
+
+
+def test_a_smaller_device_is_given_less_at_a_time():
+    thing = subject(*GPT)
+    whole = search(planner(thing), thorough=False).best
+    assert whole is not None
+    from dataclasses import replace
+
+    tight = replace(H100, memory_gib=whole.need.total / 2**30)
+    decision = propose(thing, Cluster(tight, 1, 1), "bf16")
+    assert decision.sizes.accumulation > 1
+    assert decision.sizes.per_device * decision.sizes.accumulation >= 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("compile", ["true", "false"])
+def test_a_run_takes_what_was_planned(tmp_path, compile):
+    words = "training.steps=12 training.global_batch_size=64 evaluation.every_steps=null"
+    words += f" evaluation.final=false logging.dir={tmp_path} training.compile={compile}"
+    subprocess.run(
+        [sys.executable, "-m", "muster", "train", "gpt2", "--run", "held", *words.split()],
+        check=True,
+        timeout=280,
+    )
+    results = json.loads((tmp_path / "held" / "training_results.json").read_text())
+    planned, measured = results["planned"], results["measured"]
+    assert measured["memory_gib"] == pytest.approx(planned["memory_gib"], rel=0.08)
+    assert measured["median_step_time_s"] == pytest.approx(planned["step_time_s"], rel=0.25)

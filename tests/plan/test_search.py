@@ -1,0 +1,159 @@
+"""Which plan wins, what is said of those that do not, and that the answer can be carried out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from muster.parallel.layout import Layout, layout_for
+from muster.plan import report
+from muster.plan.batch import solve
+from muster.plan.memory import GIB, MARGIN
+from muster.plan.named import open_subject
+from muster.plan.search import TIE, _Search, rank, search
+from plan.subjects import GPT, LLAMA, planner, subject
+
+
+def least(thing, gpus: int, layout: Layout) -> float:
+    """GiB without which the layout does not fit."""
+    plans = planner(thing, gpus)
+    needs = [plans.weigh(c).need.total for c in _Search(plans, True)._choices(layout, False)]
+    return min(needs) / GIB / (1 - MARGIN)
+
+
+def test_a_model_that_fits_is_replicated():
+    found = search(planner(subject(*GPT), 8))
+    assert found.best is not None
+    assert found.best.strategy == "ddp"
+    assert found.best.choice.checkpointing == "none"
+
+
+def test_one_device_needs_no_strategy():
+    found = search(planner(subject(*GPT), 1))
+    assert found.best is not None
+    assert found.best.strategy == "single"
+    assert report.settings(found.best)[0].startswith("training.per_device_batch_size=")
+
+
+def test_a_smaller_device_takes_smaller_micro_batches():
+    thing = subject(*GPT)
+    large = search(planner(thing)).best
+    assert large is not None
+    assert (large.choice.rows, large.choice.accumulation) == (64, 1)
+    gib = large.need.total / GIB  # without the margin
+    small = search(planner(thing, gib=gib), thorough=False).best
+    assert small is not None
+    assert small.choice.rows < 64 <= small.choice.rows * small.choice.accumulation
+    assert small.need.total <= (1 - MARGIN) * gib * GIB
+
+
+def test_a_copy_that_does_not_fit_is_sharded():
+    thing = subject(*GPT)
+    ddp, fsdp = (least(thing, 8, Layout(**{axis: 8})) for axis in ("replicate", "shard"))
+    assert fsdp < ddp
+    found = search(planner(thing, 8, gib=(ddp + fsdp) / 2))
+    assert found.best is not None
+    assert found.best.strategy in ("fsdp", "zero2", "zero3")
+    assert "needs" in found.rejected["ddp"]
+
+
+def test_ties_go_to_the_simpler():
+    plans = planner(subject(*GPT), 8)
+    simple, other = (
+        plans.weigh(next(_Search(plans, False)._choices(layout, False)))
+        for layout in (Layout(replicate=8), Layout(shard=8))
+    )
+    slower = replace(
+        simple, duration=replace(other.duration, host=other.duration.host * (1 + TIE / 2))
+    )
+    assert rank([other, slower])[0] is slower
+    clearly = replace(simple, duration=replace(other.duration, matrices=2 * other.duration.total))
+    assert rank([clearly, other])[0] is other
+
+
+def test_nothing_fits_and_it_is_said_what_would_help():
+    thing = subject(*LLAMA)
+    plans = planner(thing, 2, gib=1.0)
+    found = search(plans)
+    assert found.best is None
+    assert found.closest is not None
+    words = "; ".join(report.cures(plans, found))
+    assert "data.sequence_length" in words
+    assert "needs" in words
+
+
+def test_tensor_ranks_stay_within_a_machine():
+    thing = subject(*LLAMA)
+    looked = _Search(planner(thing, 16, per_node=2), True)
+    layouts = list(looked._split_layouts())
+    assert max(layout.tensor for layout in layouts) == 2
+    assert "crosses machines of 2" in looked.rejected["tensor 4"]
+
+
+def test_what_a_model_cannot_be_cut_into_is_said_once():
+    looked = _Search(planner(subject(*LLAMA), 8), True)
+    layouts = list(looked._split_layouts())
+    assert {layout.tensor for layout in layouts} == {1, 2}  # two key-value heads
+    assert "key-value heads" in looked.rejected["tensor"]
+    assert "4 layers" in looked.rejected["pipeline"]
+
+
+def test_adapters_are_only_sharded_or_replicated():
+    thing = subject(*LLAMA, "model.lora.rank=4")
+    plans = planner(thing, 8)
+    found = search(plans)
+    assert found.best is not None
+    assert {plan.strategy for plan in found.plans} <= {"ddp", "fsdp", "hsdp"}
+    assert "adapters" in found.rejected["zero1, zero2, zero3"]
+
+
+def test_a_strategy_that_is_asked_for_is_the_only_one_weighed():
+    thing = subject(*LLAMA, "distributed.strategy=fsdp")
+    assert {plan.strategy for plan in search(planner(thing, 4)).plans} == {"fsdp"}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(replicate=8),
+        Layout(shard=8),
+        Layout(replicate=2, shard=4),
+        Layout(shard=8, zero=3),
+        Layout(tensor=2, shard=4),
+        Layout(pipeline=4, shard=2),
+        Layout(pipeline=2, tensor=2, shard=2),
+    ],
+    ids=str,
+)
+def test_the_settings_make_train_do_as_planned(layout):
+    thing = subject(*LLAMA)
+    plans = planner(thing, 8)
+    for choice in list(_Search(plans, True)._choices(layout, False))[:12]:
+        plan = plans.weigh(choice)
+        again = open_subject(LLAMA[0], [*LLAMA[1:], *report.settings(plan)]).recipe
+        assert layout_for(again.distributed, 8) == layout
+        sizes = solve(again.training, layout.data_ranks)
+        assert sizes.accumulation == choice.accumulation
+        assert sizes.per_device <= choice.rows * choice.pieces
+        assert again.training.activation_checkpointing == choice.checkpointing
+
+
+def test_the_answer_is_told_as_the_guides_tree():
+    plans = planner(subject(*GPT), 8)
+    lines = report.tree(plans, search(plans))
+    assert lines[0].startswith("Does one copy fit on one NVIDIA H100")
+    assert "DDP, the simplest" in lines[1]
+    assert lines[-2].startswith("Chosen: replicate 8") or lines[-1].startswith(
+        "Chosen: replicate 8"
+    )
+
+
+def test_the_arithmetic_names_every_part():
+    plans = planner(subject(*GPT), 4)
+    best = search(plans).best
+    assert best is not None
+    text = "\n".join(report.arithmetic(plans, best))
+    for word in ("weights", "gradients", "averages", "activations", "buffers", "slack", "context"):
+        assert word in text
+    assert "global batch" in text
