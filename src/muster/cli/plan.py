@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,6 +85,7 @@ def plan(
         raise RecipeError(
             f"RECIPE: name a recipe or a model: {program()} plan gpt2 --gpus 8 --gpu h100"
         )
+    from muster.cli import plan_table
     from muster.plan import report
     from muster.plan.named import open_subject
     from muster.plan.search import search
@@ -95,7 +96,7 @@ def plan(
     subject = open_subject(recipe, overrides or [])
     precision = _precision(subject.recipe.training.precision, device)
     planner = Planner(subject, cluster, precision, here=gpu is None)
-    with console.status("weighing strategies …") if not as_json else _nothing():
+    with console.status("weighing strategies …") if not as_json else nullcontext():
         found = search(planner)
     if found.best is None:
         with console.status("nothing fits; looking for what would …"):
@@ -113,21 +114,15 @@ def plan(
     if as_json:
         print(json.dumps(document, indent=2))
         return
-    _show(planner, found, recipe, overrides or [], top)
+    plan_table.show(planner, found, recipe, overrides or [], top)
     if explain:
         console.print("\n[bold]The arithmetic[/]")
         for line in report.arithmetic(planner, found.best):
             console.print(f"  {line}", soft_wrap=True)
     if simulate:
-        _show_simulation(document["simulation"], found.best)
+        plan_table.show_simulation(document["simulation"], found.best)
     for path in document.get("plots", []):
         console.print(f"drawn: {path}")
-
-
-def _nothing() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def _list() -> None:
@@ -212,91 +207,6 @@ def _precision(asked: str, device: Accelerator) -> str:
     return asked
 
 
-def _show(planner: Planner, found: Found, recipe: str, overrides: list[str], top: int) -> None:
-    from rich.table import Table
-
-    from muster.plan import report
-    from muster.plan.memory import GIB
-
-    best, cluster = found.best, planner.cluster
-    assert best is not None
-    console.print(
-        f"[bold]{recipe}[/], {_count(planner.subject.parameters)} parameters, global batch "
-        f"{best.samples}, on {cluster.world} × {report.device_words(cluster.device)}, "
-        f"{planner.precision}\n",
-        soft_wrap=True,
-    )
-    for line in report.tree(planner, found):
-        console.print(f"  {line}", soft_wrap=True)
-    table = Table(
-        "", "layout", "micro-batch", "GiB a rank", "s a step", "samples/s", title_justify="left"
-    )
-    for i, plan in enumerate(report.distinct(found.plans)[:top]):
-        table.add_row(
-            "→" if i == 0 else "",
-            f"{plan.strategy}: {plan.choice.layout}"
-            if plan.choice.layout.world > 1
-            else plan.strategy,
-            _how(plan),
-            f"{plan.need.total / GIB:.1f}",
-            f"{plan.duration.total:.3g}",
-            f"{plan.samples_per_s:,.0f}"
-            if plan.samples_per_s >= 1000
-            else f"{plan.samples_per_s:.4g}",
-        )
-    console.print()
-    console.print(table)
-    console.print(_parts(best, planner))
-    if found.rejected:
-        console.print("\n[bold]Passed over[/]")
-        for name, reason in found.rejected.items():
-            console.print(f"  {name}: {reason}", soft_wrap=True)
-    console.print()
-    console.print(_command(recipe, overrides, best, cluster), soft_wrap=True, markup=False)
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
-
-
-def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
-    """What carries the plan out; on several machines, on each of them."""
-    from muster.plan import report
-    from muster.plan.named import as_recipe
-
-    name, needed = as_recipe(recipe)
-    places = [f"--gpus {min(cluster.world, cluster.per_node)}"]
-    if cluster.nodes > 1:
-        places += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
-    settings = [shlex.quote(s) for s in (*needed, *overrides, *report.settings(best))]
-    return " ".join([program(), "train", name, *places, *settings])
-
-
-def _how(plan: Plan) -> str:
-    from muster.plan.weigh import describe
-
-    return describe(plan.choice).removeprefix("micro-batch ")
-
-
-def _parts(plan: Plan, planner: Planner) -> Any:
-    """Where the memory and the time go."""
-    from rich.table import Table
-
-    from muster.plan.memory import GIB
-
-    table = Table("memory of the fullest rank", "GiB", "a step", "s")
-    memory = [(k, f"{v / GIB:.2f}") for k, v in plan.need.parts.items() if v]
-    memory += [("of", f"{planner.capacity / GIB:.1f}")]
-    if plan.need.host:
-        memory.append(("on the host, beside it", f"{plan.need.host / GIB:.2f}"))
-    time = [(k.replace("_", " "), f"{v:.4g}") for k, v in vars(plan.duration).items() if v]
-    for i in range(max(len(memory), len(time))):
-        table.add_row(
-            *(memory[i] if i < len(memory) else ("", "")), *(time[i] if i < len(time) else ("", ""))
-        )
-    return table
-
-
 def _plot(path: Path, planner: Planner, found: Found, recipe: str) -> list[Path]:
     from muster.plan.memory import GIB, PARTS
     from muster.plan.picture import draw_memory, draw_scaling
@@ -340,7 +250,7 @@ def _simulate(subject: Any, best: Plan, planner: Planner, quiet: bool) -> list[d
 
     choice = best.choice
     few = min(choice.accumulation, SIMULATED)
-    with console.status("building it on a fake cluster …") if not quiet else _nothing():
+    with console.status("building it on a fake cluster …") if not quiet else nullcontext():
         found = simulate_all(
             subject,
             choice.layout,
@@ -355,38 +265,3 @@ def _simulate(subject: Any, best: Plan, planner: Planner, quiet: bool) -> list[d
         note = f"run and counted: {few} of a step's {choice.accumulation} micro-batches, which are alike"
         results[0]["notes"] = [*results[0]["notes"], note]
     return results
-
-
-def _show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
-    from rich.table import Table
-
-    from muster.plan.memory import GIB
-
-    console.print("\n[bold]On a fake cluster[/]: the program itself, built and run for a step")
-    table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB put in")
-    for result in results:
-        parts = [f"{k} {v / GIB:.2f}" for k, v in result["at_peak"].items() if v > 0.005 * GIB]
-        counts: dict[str, list[float]] = {}
-        for sent in result["sent"]:
-            total = counts.setdefault(sent["kind"], [0, 0.0])
-            total[0] += sent["times"]
-            total[1] += sent["times"] * sent["bytes"] / 1e9
-        table.add_row(
-            str(result["rank"]),
-            str(result["layers"]),
-            f"{result['parameters'] / 1e6:,.1f} M",
-            f"{result['peak'] / GIB:.2f}",
-            "\n".join(parts),
-            "\n".join(f"{int(n)} {kind}" for kind, (n, _) in counts.items()),
-            "\n".join(f"{size:.3g}" for _, size in counts.values()),
-        )
-    console.print(table)
-    worst = max(result["peak"] for result in results)
-    console.print(
-        f"peak {worst / GIB:.2f} GiB without the CUDA context and NCCL (planned: "
-        f"{best.need.allocated / GIB:.2f}, with cuBLAS's); bytes are what this rank puts in; "
-        f"took {sum(result['seconds'] for result in results):.0f} s",
-        soft_wrap=True,
-    )
-    for note in dict.fromkeys(note for result in results for note in result["notes"]):
-        console.print(f"note: {note}", soft_wrap=True)

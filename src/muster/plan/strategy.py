@@ -86,7 +86,16 @@ def propose(subject: Subject, cluster: Cluster, precision: str) -> Decision:
         )
     layout, sizes = best.choice.layout, _sizes(recipe, best, best.choice.layout)
     loading = replace(planner, here=True)  # what this machine takes to load is part of the promise
-    return Decision(layout, sizes, promise(loading, recipe, layout, sizes))
+    return Decision(layout, sizes, promise(loading, _as_run(recipe, best.choice, sizes)))
+
+
+def _as_run(recipe: Recipe, choice: Choice, sizes: BatchSizes) -> Choice:
+    """The choice with the pieces that a run's pipeline will have."""
+    layout, samples = choice.layout, sizes.per_device
+    if layout.pipeline == 1:
+        return choice
+    pieces = microbatches(recipe.distributed.pipeline_options, layout.pipeline, samples)
+    return replace(choice, rows=-(-samples // pieces), pieces=pieces)
 
 
 def _sizes(recipe: Recipe, best: Plan, layout: Layout) -> BatchSizes:
@@ -101,25 +110,8 @@ def _sizes(recipe: Recipe, best: Plan, layout: Layout) -> BatchSizes:
     )
 
 
-def promise(planner: Planner, recipe: Recipe, layout: Layout, sizes: BatchSizes) -> dict[str, Any]:
+def promise(planner: Planner, choice: Choice) -> dict[str, Any]:
     """What the run's results will be held against."""
-    options, pieces, rows = recipe.distributed, 1, sizes.per_device
-    if layout.pipeline > 1:
-        pieces = microbatches(options.pipeline_options, layout.pipeline, sizes.per_device)
-        rows = -(-sizes.per_device // pieces)
-    choice = Choice(
-        layout,
-        planner.precision,
-        rows=rows,
-        accumulation=sizes.accumulation,
-        pieces=pieces,
-        checkpointing=recipe.training.activation_checkpointing,
-        compiled=recipe.training.compile,
-        schedule=options.pipeline_options.schedule,
-        reduce_each=options.fsdp.reduce_each_micro_batch,
-        keep_gathered=options.fsdp.sharding == "shard_grad_op",
-        offload=planner.offload(layout),
-    )
     plan = planner.weigh(choice)
     return {
         "device": planner.cluster.device.title,

@@ -1,0 +1,132 @@
+"""A plan on the terminal."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from muster.cli.common import console, program
+
+if TYPE_CHECKING:
+    from muster.plan.search import Found
+    from muster.plan.weigh import Plan, Planner
+
+
+def show(planner: Planner, found: Found, recipe: str, overrides: list[str], top: int) -> None:
+    from rich.table import Table
+
+    from muster.plan import report
+    from muster.plan.memory import GIB
+
+    best, cluster = found.best, planner.cluster
+    assert best is not None
+    console.print(
+        f"[bold]{recipe}[/], {_count(planner.subject.parameters)} parameters, global batch "
+        f"{best.samples}, on {cluster.world} × {report.device_words(cluster.device)}, "
+        f"{planner.precision}\n",
+        soft_wrap=True,
+    )
+    for line in report.tree(planner, found):
+        console.print(f"  {line}", soft_wrap=True)
+    table = Table(
+        "", "layout", "micro-batch", "GiB a rank", "s a step", "samples/s", title_justify="left"
+    )
+    for i, plan in enumerate(report.distinct(found.plans)[:top]):
+        table.add_row(
+            "→" if i == 0 else "",
+            f"{plan.strategy}: {plan.choice.layout}"
+            if plan.choice.layout.world > 1
+            else plan.strategy,
+            _how(plan),
+            f"{plan.need.total / GIB:.1f}",
+            f"{plan.duration.total:.3g}",
+            f"{plan.samples_per_s:,.0f}"
+            if plan.samples_per_s >= 1000
+            else f"{plan.samples_per_s:.4g}",
+        )
+    console.print()
+    console.print(table)
+    console.print(_parts(best, planner))
+    if found.rejected:
+        console.print("\n[bold]Passed over[/]")
+        for name, reason in found.rejected.items():
+            console.print(f"  {name}: {reason}", soft_wrap=True)
+    console.print()
+    console.print(_command(recipe, overrides, best, cluster), soft_wrap=True, markup=False)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
+
+
+def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
+    """What carries the plan out; on several machines, on each of them."""
+    from muster.plan import report
+    from muster.plan.named import as_recipe
+
+    name, needed = as_recipe(recipe)
+    places = [f"--gpus {min(cluster.world, cluster.per_node)}"]
+    if cluster.nodes > 1:
+        places += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
+    settings = [shlex.quote(s) for s in (*needed, *overrides, *report.settings(best))]
+    return " ".join([program(), "train", name, *places, *settings])
+
+
+def _how(plan: Plan) -> str:
+    from muster.plan.weigh import describe
+
+    return describe(plan.choice).removeprefix("micro-batch ")
+
+
+def _parts(plan: Plan, planner: Planner) -> Any:
+    """Where the memory and the time go."""
+    from rich.table import Table
+
+    from muster.plan.memory import GIB
+
+    table = Table("memory of the fullest rank", "GiB", "a step", "s")
+    memory = [(k, f"{v / GIB:.2f}") for k, v in plan.need.parts.items() if v]
+    memory += [("of", f"{planner.capacity / GIB:.1f}")]
+    if plan.need.host:
+        memory.append(("on the host, beside it", f"{plan.need.host / GIB:.2f}"))
+    time = [(k.replace("_", " "), f"{v:.4g}") for k, v in vars(plan.duration).items() if v]
+    for i in range(max(len(memory), len(time))):
+        table.add_row(
+            *(memory[i] if i < len(memory) else ("", "")), *(time[i] if i < len(time) else ("", ""))
+        )
+    return table
+
+
+def show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
+    from rich.table import Table
+
+    from muster.plan.memory import GIB
+
+    console.print("\n[bold]On a fake cluster[/]: the program itself, built and run for a step")
+    table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB put in")
+    for result in results:
+        parts = [f"{k} {v / GIB:.2f}" for k, v in result["at_peak"].items() if v > 0.005 * GIB]
+        counts: dict[str, list[float]] = {}
+        for sent in result["sent"]:
+            total = counts.setdefault(sent["kind"], [0, 0.0])
+            total[0] += sent["times"]
+            total[1] += sent["times"] * sent["bytes"] / 1e9
+        table.add_row(
+            str(result["rank"]),
+            str(result["layers"]),
+            f"{result['parameters'] / 1e6:,.1f} M",
+            f"{result['peak'] / GIB:.2f}",
+            "\n".join(parts),
+            "\n".join(f"{int(n)} {kind}" for kind, (n, _) in counts.items()),
+            "\n".join(f"{size:.3g}" for _, size in counts.values()),
+        )
+    console.print(table)
+    worst = max(result["peak"] for result in results)
+    console.print(
+        f"peak {worst / GIB:.2f} GiB without the CUDA context and NCCL (planned: "
+        f"{best.need.allocated / GIB:.2f}, with cuBLAS's); bytes are what this rank puts in; "
+        f"took {sum(result['seconds'] for result in results):.0f} s",
+        soft_wrap=True,
+    )
+    for note in dict.fromkeys(note for result in results for note in result["notes"]):
+        console.print(f"note: {note}", soft_wrap=True)
