@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from muster.errors import MemoryLimitError, MusterError
 from muster.observe.memory import budget, largest, out_of_memory, wanted
@@ -88,12 +89,18 @@ def recover(job: Job) -> None:
 
 def try_costliest(job: Job) -> None:
     """Compute the gradients of the costliest micro-batch ahead, and drop them: what does not fit shows
-    now. Weights, statistics, random state and the place in the data stay as they are."""
-    on_gpu = job.mesh.device.type == "cuda"
-    if job.start == job.steps or not (on_gpu or job.recipe.training.on_oom == "shrink"):
+    now. Weights, statistics, random state and the place in the data stay as they are.
+
+    On CPUs there is a reason only where a run goes on: DDP settles its buckets by its first backward
+    pass, and in other buckets three ranks or more add up in another order.
+    """
+    on_gpu, engine = job.mesh.device.type == "cuda", job.engine
+    ddp = isinstance(engine, TorchEngine) and isinstance(engine.module, DistributedDataParallel)
+    needed = on_gpu or job.recipe.training.on_oom == "shrink" or (ddp and job.start > 0)
+    if job.start == job.steps or not needed:
         return
-    if isinstance(job.engine, TorchEngine):
-        state.begin(job.engine.optimizer)  # as in every step but the first
+    if isinstance(engine, TorchEngine):
+        state.begin(engine.optimizer)  # as in every step but the first
     kept = [(b, b.clone()) for part in job.engine.parts for b in part.buffers()]
     step, done = job.loader.costliest(job.start, job.steps), False
     while not done:
@@ -102,7 +109,7 @@ def try_costliest(job: Job) -> None:
             batches = [max(batches, key=lambda batch: batch.cells)]
         units = max(1, sum(batch.units for batch in batches))
         try:
-            job.engine.accumulate(batches, replace(job.work, scale=1 / units))
+            engine.accumulate(batches, replace(job.work, scale=1 / units))
             done = True
         except Exception as error:
             make_room(job, step, error, ahead=True)
