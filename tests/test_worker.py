@@ -85,3 +85,13 @@ def test_a_score_says_how_many_clips_broke_on_any_rank(ranks, half_broken, tmp_p
     (_, results), _ = ranks(2)(train_and_finish, str(tmp_path), overrides)
     assert results["scored"] == "test"
     assert results["not_scored"] == {"broken while training": len(BROKEN)}
+
+
+@pytest.mark.parametrize(("every", "saved"), [("null", None), ("2", "step-2")])
+def test_results_name_the_newest_checkpoint_if_there_is_one(ranks, tmp_path, every, saved):
+    overrides = ["training.steps=3", "checkpoint.final=false", f"checkpoint.every_steps={every}"]
+    overrides += ["evaluation.final=false"]
+    [(_, results)] = ranks(1)(train_and_finish, str(tmp_path), overrides)
+    found = results["checkpoint"]
+    assert (found and Path(found).name) == saved
+    assert results["measured"]["saves"] == len(list((tmp_path / "checkpoints").glob("step-*")))

@@ -6,13 +6,14 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from muster import __version__, runs
 from muster.data.batches import BatchPlan
-from muster.observe.results import read_lines, summarise_metrics, write_json
+from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.plan.batch import BatchSizes
@@ -80,6 +81,9 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     planned = json.loads((run.path / "plan.json").read_text())
     environment = json.loads((run.path / "environment.json").read_text())
     metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
+    events = read_lines(run.path / "events.jsonl")
+    saves = [event for event in events if event["event"] == "checkpoint"]
+    whole = complete_steps(run.path)
     return {
         "status": "finished" if done == job.steps else "stopped",
         "total_time_s": time.time() - run.info()["created"],
@@ -92,13 +96,9 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "left_out": dict(getattr(job.loader.source, "left_out", {})),
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
-        "measured": {**metrics["measured"], **_saves(run)},
-        "shrunk": [
-            event["words"]
-            for event in read_lines(run.path / "events.jsonl")
-            if event["event"] == "shrunk"
-        ],
-        "checkpoint": str(job.checkpoints.root / f"step-{done}"),
+        "measured": {**metrics["measured"], **_stalls(saves)},
+        "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
+        "checkpoint": str(job.checkpoints.root / f"step-{whole[-1]}") if whole else None,
     }
 
 
@@ -112,8 +112,7 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
     }
 
 
-def _saves(run: runs.Run) -> dict[str, Any]:
+def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """How often, and how long at most, training stood still for a checkpoint."""
-    events = read_lines(run.path / "events.jsonl")
-    stalls = [event["stall_s"] for event in events if event["event"] == "checkpoint"]
-    return {"saves": len(stalls), "longest_save_stall_s": max(stalls, default=None)}
+    longest = max((event["stall_s"] for event in saves), default=None)
+    return {"saves": len(saves), "longest_save_stall_s": longest}

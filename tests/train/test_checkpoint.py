@@ -145,6 +145,16 @@ def test_only_the_newest_are_kept(ranks, tmp_path):
     assert [f.name for f in step_folders(tmp_path / "checkpoints")] == ["step-8", "step-6"]
 
 
+def test_the_end_may_go_unsaved_but_a_stop_never_does(ranks, tmp_path):
+    overrides = ["training.steps=5", "checkpoint.every_steps=2", "checkpoint.final=false"]
+    ranks(1)(run_training, str(tmp_path / "ended"), overrides)
+    saved = [f.name for f in step_folders(tmp_path / "ended" / "checkpoints")]
+    assert saved == ["step-4", "step-2"]
+    ranks(1)(stop_at, str(tmp_path / "stopped"), overrides, 3)
+    saved = [f.name for f in step_folders(tmp_path / "stopped" / "checkpoints")]
+    assert saved == ["step-3", "step-2"]
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

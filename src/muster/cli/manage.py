@@ -39,7 +39,8 @@ def show_until_end(run: Run, *, ranks: bool = False) -> None:
         console.print(f"{run.name} was interrupted; go on: {muster} train {name}", soft_wrap=True)
     elif results:
         console.print(results_table(results, name))
-        _suggest(run, state)
+        if results["checkpoint"]:
+            _suggest(run, state)
     if state == "stopped" and run.signalled():
         raise typer.Exit(runs.SIGNALLED)
     raise typer.Exit(info.get("exit_code") or (0 if state in ("finished", "stopped") else 1))

@@ -261,7 +261,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     if step:
         table.add_row("a step, the median", step)
     table.add_row("everything is in", escape(folder))
-    table.add_row("checkpoint", escape(results["checkpoint"]))
+    table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
     return table
 
 

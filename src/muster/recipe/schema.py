@@ -147,6 +147,9 @@ class Training(Section):
 
 class Checkpoint(Section):
     every_steps: Positive | None = Field(500, description="`null`: only at the end.")
+    final: bool = Field(
+        True, description="Also at the end. A run that is asked to stop always saves first."
+    )
     keep: Positive = Field(3, description="Newest complete checkpoints kept.")
     resume: str = Field(
         "auto",

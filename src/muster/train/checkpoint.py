@@ -102,7 +102,10 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
         path = path / "checkpoints"
     folders = step_folders(path) or [path]
     if folders == [path] and not any(path.glob("*.distcp")):
-        raise CheckpointError(f"no complete checkpoint in {path}: none was ever saved there")
+        raise CheckpointError(
+            f"no complete checkpoint in {path}: none was ever saved there (a run with "
+            "checkpoint.final=false may end without one)"
+        )
     problems = []
     for folder in folders:
         try:

@@ -81,7 +81,7 @@ def train(job: Job) -> int:
     for part in job.engine.parts:
         part.train()
     memory.try_costliest(job)
-    done = job.start
+    done, saving = job.start, job.recipe.checkpoint
     batches = job.loader.steps(job.start, job.steps)
     for step in range(job.start, job.steps):
         stopping = _step(job, step, batches)
@@ -89,7 +89,7 @@ def train(job: Job) -> int:
         last = done == job.steps or stopping
         if _due(done, job.recipe.evaluation.every_steps) and not last:
             _score(job, done)
-        if _due(done, job.recipe.checkpoint.every_steps) or last:
+        if _due(done, saving.every_steps) or stopping or (last and saving.final):
             _save(job, done)
         if last:
             break
