@@ -32,6 +32,7 @@ def test_the_answer_comes_with_the_command_that_carries_it_out():
         "training.per_device_batch_size=4",
     ):
         assert words in text
+    assert text.split("muster train")[-1].count(FIXED) == 1
 
 
 def test_json_holds_the_whole_answer(tmp_path):

@@ -68,7 +68,8 @@ def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str
     places = [f"--gpus {min(cluster.world, cluster.per_node)}"]
     if cluster.nodes > 1:
         places += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
-    settings = [shlex.quote(s) for s in (*needed, *overrides, *report.settings(best))]
+    last = {s.partition("=")[0]: s for s in (*needed, *overrides, *report.settings(best))}
+    settings = [shlex.quote(s) for s in last.values()]
     return " ".join([program(), "train", name, *places, *settings])
 
 
