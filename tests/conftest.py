@@ -41,13 +41,23 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     pools: dict[int, RankPool] = {}
 
     def pool(world: int) -> RankPool:
-        if world not in pools:
+        if world not in pools or pools[world].closed:
             pools[world] = RankPool(world)
         return pools[world]
 
     yield pool
     for started in pools.values():
         started.close()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class RankPool:
     def __init__(self, world: int) -> None:
         context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.closed = [], [], False
         for rank in range(world):
             here, there = context.Pipe()
             process = context.Process(
@@ -69,6 +69,7 @@ class RankPool:
             open_pipes = [p for i, p in enumerate(self.pipes) if i not in answers]
             ready = wait(open_pipes, LIMIT_S)
             if not ready:
+                self.close()  # a late answer must not be taken for the next one
                 raise TimeoutError(
                     f"ranks {set(range(len(self.pipes))) - set(answers)} did not answer"
                 )
@@ -80,6 +81,7 @@ class RankPool:
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def close(self) -> None:
+        self.closed = True
         for process in self.processes:
             process.kill()
         self._folder.cleanup()

@@ -97,16 +97,16 @@ def test_a_real_measurement_is_kept_and_used_by_the_catalogue(tmp_path):
 
 
 @on_cpu
-def test_a_product_as_fast_as_plain_torch(tmp_path):
-    """Against a bare loop on the same cores: neither a tenth of it nor ten times."""
-    with bench_device.all_cores():
-        rate, side = bench_device.matrix_tflops(Stopwatch(CPU), "fp32", 1.0)
-        a = torch.randn(side, side)
-        took = []
-        for _ in range(20):
-            began = time.perf_counter()
-            a @ a
-            took.append(time.perf_counter() - began)
+def test_a_product_as_fast_as_plain_torch(one_thread):
+    """Against a bare loop: neither a tenth of it nor ten times. On one core, since threads on busy
+    ones wait for each other."""
+    rate, side = bench_device.matrix_tflops(Stopwatch(CPU), "fp32", 1.0)
+    a = torch.randn(side, side)
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        a @ a
+        took.append(time.perf_counter() - began)
     plain = 2 * side**3 / sorted(took)[10] / 1e12
     assert plain / 10 < rate < plain * 10
 
