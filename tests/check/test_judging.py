@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from check.people import only, roll
 from muster.check import devices, links, network, ranks, software
+from muster.check.board import Board
 from muster.check.findings import Finding, Report, odd_ones_out
+from muster.check.judge import Judge
+from muster.check.seat import Options
 from muster.hardware import inventory
 from muster.hardware.inventory import Gpu, Inventory, Pcie
 
@@ -281,3 +286,34 @@ def test_the_verdict_counts_failures_and_warnings():
     assert Report([fine, warn], 1, ["h"], 0.0).verdict == "fit to train on, with 1 warning(s)"
     assert Report([fine, warn, fail], 1, ["h"], 0.0).verdict == "not fit to train on: c"
     assert Report([fail], 1, ["h"], 0.0).as_dict()["fit"] is False
+
+
+CLOSED = {"time": 0.0, "kind": "RuntimeError", "message": "Connection closed by peer"}
+
+
+@pytest.mark.parametrize("others", [{"0": {"error": CLOSED}}, {}], ids=["complain", "still work"])
+def test_a_rank_that_died_after_its_account_is_named_and_not_those_it_left(others):
+    board, started = Board(dist.HashStore()), time.monotonic()
+    for rank, said in roll("a", "a").arrived.items():
+        board.post(f"here/{rank}", said)
+        board.post(f"bye/{rank}", True)
+    for rank, account in {"1": {}, **others}.items():
+        board.post(f"account/0/{rank}", account)
+
+    def exits() -> dict[int, str]:  # seen a moment after the others' complaints
+        return {1: "was killed by SIGKILL"} if time.monotonic() > started + 0.1 else {}
+
+    report = Judge(board, 2, Options(timeout_s=20.0), exits).conduct()
+    (fail,) = [finding for finding in report.findings if finding.status == "fail"]
+    assert (fail.ranks, fail.words) == ((1,), "rank 1 on a was killed by SIGKILL")
+
+
+def test_a_rank_that_dies_while_others_arrive_is_named_and_not_those_on_their_way():
+    board = Board(dist.HashStore())
+    for rank in (1, 2):
+        board.post(f"here/{rank}", roll("a", "a", "a").arrived[rank])
+    gone = {1: "was killed by SIGKILL"}
+    report = Judge(board, 3, Options(timeout_s=20.0), lambda: gone).conduct()
+    (fail,) = report.findings
+    assert fail.ranks == (1,)
+    assert fail.words.startswith("rank 1 was killed by SIGKILL, before all had arrived; present: ")

@@ -17,6 +17,7 @@ from muster.check.steps import STEPS
 from muster.diagnose.known import match
 
 LAST_WORDS_S = 2.0  # for ranks to read that the check has ended
+DEATH_SHOWS_S = 0.2  # a rank's peers may complain that it left before its process is seen to end
 
 
 class EndedFromOutsideError(Exception):
@@ -64,7 +65,7 @@ class Judge:
                 # Ranks that cannot join may not know each other's hosts: still worth asking.
                 steps = [s for s in steps if s.name == "network" and self.broken]
                 self._not_tried(step, steps)
-            if any(self._account(rank) is None for rank in range(self.world)):
+            if self.exits() or any(self._account(rank) is None for rank in range(self.world)):
                 return  # a rank is gone
 
     def _roll_call(self) -> bool:
@@ -88,9 +89,11 @@ class Judge:
         self._order({"step": step.name, "limit_s": limit})
         self.waiting = step.name
         said, late = self._collect(limit + 5.0)  # ranks notice first when they wait for each other
-        if late:
-            return [self._lost(step, late)]
         errors = {rank: account["error"] for rank, account in said.items() if "error" in account}
+        if errors:
+            time.sleep(DEATH_SHOWS_S)
+        if late or self.exits():
+            return [self._lost(step, late)]
         if errors:
             self.broken = True
             return [self._broke(step, errors)]
@@ -106,9 +109,8 @@ class Judge:
             for rank in set(range(self.world)) - set(said):
                 if (account := self._account(rank)) is not None:
                     said[rank] = account
-            gone = {rank: how for rank, how in self.exits().items() if rank not in said}
-            if gone:
-                break  # the others will only complain that it left
+            if self.exits():  # even one that gave its account: the others will only complain
+                break
             time.sleep(POLL_S)
         return said, sorted(set(range(self.world)) - set(said))
 
@@ -130,11 +132,11 @@ class Judge:
                 time.sleep(POLL_S)
 
     def _never_arrived(self, missing: list[int]) -> Finding:
-        gone = {rank: how for rank, how in self.exits().items() if rank in missing}
+        gone = self.exits()
         here = self.roll.names(sorted(self.roll.arrived)) or "nobody"
         if gone:
             words = "; ".join(f"rank {rank} {how}" for rank, how in list(gone.items())[:4])
-            words = f"{words}, before it arrived; present: {here}"
+            words = f"{words}, before all had arrived; present: {here}"
         else:
             words = (
                 f"rank {', '.join(map(str, missing[:8]))} of {self.world} did not arrive within "
@@ -150,7 +152,7 @@ class Judge:
         )
 
     def _lost(self, step: Step, late: list[int]) -> Finding:
-        gone = {rank: how for rank, how in self.exits().items() if rank in late}
+        gone = self.exits()
         silent = [] if gone else self._silent(late)
         ranks, limit = sorted(gone) or silent or late, f"{self._limit(step):.0f} s"
         if gone:
