@@ -21,8 +21,9 @@ from muster.data.corpus import Split
 from muster.data.loader import Loader, Source
 from muster.errors import SHRINK, DataError, LaunchError, RecipeError
 from muster.hardware import environment, inventory
-from muster.launch import cluster, rendezvous
+from muster.launch import cluster
 from muster.launch.cluster import Place
+from muster.launch.join import join
 from muster.launch.rank import die_with_parent, leave_word, settle, speaking_for
 from muster.observe import heartbeat, stopping
 from muster.observe.logs import log_to_file
@@ -85,16 +86,10 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
 
 def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs.Run]:
     """Join the other ranks, side by side for now, in rank 0's run directory."""
-    options, layout, store = recipe.distributed, Layout(replicate=place.world), None
+    options = recipe.distributed
     if run is not None and place.rank == 0:
         heartbeat.clear(run.path)
-    device = meshes.bind_device(place.local_rank)
-    if place.world > 1:
-        store = rendezvous.for_rank(place, options.timeout_s)
-        rendezvous.sign_in(store, place, meshes.identity(device), options.timeout_s)
-    mesh = meshes.join(
-        place.rank, place.local_rank, layout, options.backend, options.timeout_s, store
-    )
+    mesh = join(place, options.backend, options.timeout_s)
     path: list[Any] = [str(run.path.resolve()) if run else None]
     if mesh.world > 1:
         dist.broadcast_object_list(path)

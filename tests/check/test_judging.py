@@ -7,6 +7,7 @@ import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from check.people import only, roll
@@ -212,8 +213,8 @@ def test_a_slow_pair_is_named():
     warn = only(links.judge(box(speeds | {(1, 3): 0.9}), roll(*"aaaa")), "warn")
     assert warn.words.startswith("slow pairs: rank 1 on a ↔ rank 3 on a: 0.9 GB/s")
     assert warn.ranks == (1, 3)
-    crawling = only(links.judge(box({(0, 1): 0.5}), roll(*"aa")), "warn")
-    assert "rank 0 on a ↔ rank 1 on a: 0.5 GB/s where the hardware has 8" in crawling.words
+    crawling = only(links.judge(box({(0, 1): 0.3}), roll(*"aa")), "warn")
+    assert "rank 0 on a ↔ rank 1 on a: 0.3 GB/s where the hardware has 8" in crawling.words
     only(links.judge(box({(0, 1): 5.0}, all_reduce=5.0), roll(*"ab")), "ok")
     network_ = only(links.judge(box({(0, 1): 0.5}, all_reduce=5.0), roll(*"ab")), "warn")
     assert "where the hardware has 12.5" in network_.words
@@ -286,6 +287,16 @@ def test_the_verdict_counts_failures_and_warnings():
     assert Report([fine, warn], 1, ["h"], 0.0).verdict == "fit to train on, with 1 warning(s)"
     assert Report([fine, warn, fail], 1, ["h"], 0.0).verdict == "not fit to train on: c"
     assert Report([fail], 1, ["h"], 0.0).as_dict()["fit"] is False
+
+
+def test_ranks_that_talk_at_once_share_their_host_s_network(monkeypatch):
+    monkeypatch.setattr(links, "interface_speed", lambda address: 12.0)
+    mesh = SimpleNamespace(device=torch.device("cpu"), local_rank=0)
+    found = inventory.detect()
+    assert links.describe(mesh, "127.0.0.1", found, 1)["network"] == 12.0
+    assert links.describe(mesh, "127.0.0.1", found, 4)["network"] == 3.0
+    monkeypatch.setattr(links, "interface_speed", lambda address: None)
+    assert links.describe(mesh, "127.0.0.1", found, 4)["network"] is None
 
 
 CLOSED = {"time": 0.0, "kind": "RuntimeError", "message": "Connection closed by peer"}

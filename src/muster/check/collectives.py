@@ -6,101 +6,47 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from muster.check.findings import Finding, Roll
 from muster.check.seat import Account, Seat
+from muster.parallel import collectives
+from muster.parallel.collectives import REFUSALS, Wrong, refusal
 from muster.parallel.mesh import Mesh
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 SIZE = 1031  # elements each rank brings for each other; odd, so that no buffer is filled evenly
-BROKEN = ("timed out", "timeout", "closed by peer", "reset by peer", "refused", "aborted")
-
-Wrong = str | None  # None: as it should be
-
-
-def pattern(rank: int, size: int, mesh: Mesh, dtype: torch.dtype, salt: int = 0) -> Tensor:
-    """What `rank` brings: whole numbers that depend on rank and position, so that a swap shows.
-
-    At most 16 ranks are above zero in any position and none above 11, so sums stay below 256 and
-    are exact in bfloat16 too.
-    """
-    at = torch.arange(size, device=mesh.device)
-    value = (at * 3 + rank * 7 + salt * 5) % 11 + 1
-    return torch.where((at + rank) % mesh.world < 16, value, 0).to(dtype)
-
-
-def _total(size: int, mesh: Mesh, dtype: torch.dtype) -> Tensor:
-    whole = torch.zeros(size, dtype=torch.int64, device=mesh.device)
-    for rank in range(mesh.world):
-        whole += pattern(rank, size, mesh, torch.int64)
-    return whole.to(dtype)
-
-
-def _compare(got: Tensor, expected: Tensor) -> Wrong:
-    differs = (got != expected).nonzero()
-    if not len(differs):
-        return None
-    at = int(differs[0])
-    return (
-        f"{len(differs)} of {got.numel()} values are wrong, the first at position {at}: "
-        f"{got[at].item()} instead of {expected[at].item()}"
-    )
 
 
 def all_reduce(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    got = pattern(mesh.rank, SIZE, mesh, dtype)
-    dist.all_reduce(got)
-    return _compare(got, _total(SIZE, mesh, dtype))
+    return collectives.all_reduce(mesh, SIZE, dtype).prove()
 
 
 def all_gather(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    got = torch.zeros(SIZE * mesh.world, dtype=dtype, device=mesh.device)
-    gather(got, pattern(mesh.rank, SIZE, mesh, dtype))
-    return _compare(got, torch.cat([pattern(r, SIZE, mesh, dtype) for r in range(mesh.world)]))
+    return collectives.all_gather(mesh, SIZE * mesh.world, dtype).prove()
 
 
 def reduce_scatter(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    size = SIZE * mesh.world
-    got = torch.zeros(SIZE, dtype=dtype, device=mesh.device)
-    scatter(got, pattern(mesh.rank, size, mesh, dtype))
-    return _compare(got, _total(size, mesh, dtype).view(mesh.world, SIZE)[mesh.rank])
+    return collectives.reduce_scatter(mesh, SIZE * mesh.world, dtype).prove()
 
 
 def broadcast(mesh: Mesh, dtype: torch.dtype) -> Wrong:
     """From up to four ranks in turn. A rank that got one wrong takes part in the others too."""
     found = []
     for root in sorted({0, 1 % mesh.world, mesh.world // 2, mesh.world - 1}):
-        got = pattern(mesh.rank, SIZE, mesh, dtype)
-        dist.broadcast(got, root)
-        if wrong := _compare(got, pattern(root, SIZE, mesh, dtype)):
+        if wrong := collectives.broadcast(mesh, SIZE, dtype, root=root).prove():
             found.append(f"from rank {root}: {wrong}")
     return "; ".join(found) or None
 
 
 def all_to_all(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    """Rank r's piece for rank s is salted with s."""
-    ranks = range(mesh.world)
-    mine = torch.cat([pattern(mesh.rank, SIZE, mesh, dtype, salt) for salt in ranks])
-    got = torch.zeros_like(mine)
-    dist.all_to_all_single(got, mine)
-    return _compare(got, torch.cat([pattern(r, SIZE, mesh, dtype, mesh.rank) for r in ranks]))
+    return collectives.all_to_all(mesh, SIZE * mesh.world, dtype).prove()
 
 
 def send_recv(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    """Around the ring: to the next rank, from the one before."""
     if mesh.world == 1:
         return None
-    after, before = (mesh.rank + 1) % mesh.world, (mesh.rank - 1) % mesh.world
-    mine, got = pattern(mesh.rank, SIZE, mesh, dtype), torch.zeros(SIZE, dtype=dtype)
-    got = got.to(mesh.device)
-    both = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
-    for request in dist.batch_isend_irecv(both):
-        request.wait()
-    wrong = _compare(got, pattern(before, SIZE, mesh, dtype))
-    return wrong and f"from rank {before}: {wrong}"
+    wrong = collectives.send_recv(mesh, SIZE, dtype).prove()
+    return wrong and f"from rank {(mesh.rank - 1) % mesh.world}: {wrong}"
 
 
 def barrier(mesh: Mesh, dtype: torch.dtype) -> Wrong:
@@ -133,10 +79,8 @@ def measure(seat: Seat) -> Account:
         try:
             if words := operation(mesh, dtype):
                 wrong[name] = words
-        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-            if any(word in str(error).lower() for word in BROKEN):
-                raise
-            refused[name] = str(error).splitlines()[0]
+        except REFUSALS as error:
+            refused[name] = refusal(error)
     backend = "nccl" if mesh.device.type == "cuda" else "gloo"
     return {"wrong": wrong, "refused": refused, "backend": backend}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import psutil
@@ -15,7 +15,10 @@ from torch import Tensor
 from muster.check.findings import Finding, Roll
 from muster.check.seat import Account, Seat, own_address
 from muster.hardware.inventory import Inventory
+from muster.parallel.collectives import bus_share
 from muster.parallel.mesh import Mesh
+from muster.parallel.pairs import one_way, opponents, tell
+from muster.parallel.repeats import repeat
 
 LEAST_REPEATS, MOST_REPEATS = 4, 24  # the best one counts: loopback and busy hosts stumble often
 ALL_PAIRS_S = 8.0
@@ -24,37 +27,43 @@ ALL_PAIRS_S = 8.0
 SHARE = 1 / 3
 # Through gloo on one machine a byte is copied about four times, by two processes that also wrap it in
 # loopback TCP. Less than a tenth of plain copying is slow even so.
-COPY_SHARE = 1 / 10
+COPY_SHARE = 1 / 20
 OF_THE_MEDIAN = 1 / 2  # a pair this far below others of its kind is not like them
 NVLINK_GB_S, BLACKWELL_GB_S = 25.0, 50.0  # one link, one direction
 PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
 
 
 def measure(seat: Seat) -> Account:
-    """GB/s (10⁹ bytes): `pairs` with each rank, `all_reduce` as bus bandwidth, `copy` in memory."""
+    """GB/s (10⁹ bytes): `pairs` with each rank, `all_reduce` as bus bandwidth."""
     mesh = seat.mesh
-    gpu = mesh.device.type == "cuda"
-    block = torch.ones((64 if gpu else 4) << 18, device=mesh.device)  # 64 or 4 MiB
+    block = torch.ones((64 if mesh.device.type == "cuda" else 4) << 18, device=mesh.device)
     seconds, pairs = min(0.4, ALL_PAIRS_S / mesh.world), {}
     for other in opponents(mesh.rank, mesh.world):
         mesh.barrier()
         if other is not None:
-            act, tell = partial(_there_and_back, block), partial(_tell_other, other)
-            took = _best(mesh, partial(act, mesh.rank, other), seconds, tell)
+            act = partial(_there_and_back, block, mesh.rank, other)
+            took = _best(mesh, act, seconds, partial(tell, other))
             pairs[str(other)] = 2 * block.nbytes / took / 1e9
     mesh.barrier()
-    copy = _copy_speed()
+    place = seat.place
+    hardware = describe(mesh, place.address, seat.inventory, place.local_world)
     wide = block.repeat(4)
     mesh.barrier()
     took = _best(mesh, lambda: dist.all_reduce(wide), 0.4, lambda count: dist.broadcast(count, 0))
-    share = 2 * (mesh.world - 1) / mesh.world  # that passes each link, as nccl-tests count
+    bus = bus_share("all_reduce", mesh.world) * wide.nbytes / took / 1e9
+    return {"pairs": pairs, "all_reduce": bus, **hardware}
+
+
+def describe(mesh: Mesh, address: str, found: Inventory, sharing: int) -> Account:
+    """What this rank's hardware should give, GB/s: `copy` in memory, `network` of the interface
+    towards `address` where `sharing` ranks of this host use it at once, `rates` to each GPU of this
+    host."""
+    speed = interface_speed(own_address(address))
     return {
-        "pairs": pairs,
-        "all_reduce": share * wide.nbytes / took / 1e9,
-        "copy": copy,
-        "gpu": gpu,
-        "network": interface_speed(own_address(seat.place.address)),
-        "rates": {str(i): rate for i, rate in gpu_rates(seat.inventory, mesh.local_rank).items()},
+        "copy": _copy_speed(),
+        "gpu": mesh.device.type == "cuda",
+        "network": speed and speed / sharing,
+        "rates": {str(i): rate for i, rate in gpu_rates(found, mesh.local_rank).items()},
     }
 
 
@@ -72,59 +81,18 @@ def _copy_speed() -> float:
     return block.nbytes / min(times) / 1e9
 
 
-def opponents(rank: int, world: int) -> Iterator[int | None]:
-    """Whom to meet in each round of a tournament: all pairs, each rank once a round. None: a rest."""
-    seats = world + world % 2
-    for turn in range(seats - 1):
-        if rank == seats - 1:
-            other = turn * (seats // 2) % (seats - 1)
-        else:
-            other = (turn - rank) % (seats - 1)
-            other = seats - 1 if other == rank else other
-        yield other if other < world else None
-
-
 def _there_and_back(block: Tensor, rank: int, other: int) -> None:
+    word = block[:1].clone()
     for sender in (min(rank, other), max(rank, other)):
-        if rank == sender:
-            dist.send(block, other)
-        else:
-            dist.recv(block, other)
-
-
-def _tell_other(other: int, count: Tensor) -> None:
-    if dist.get_rank() < other:
-        dist.send(count, other)
-    else:
-        dist.recv(count, other)
+        one_way(block, word, sender, rank + other - sender)
 
 
 def _best(
     mesh: Mesh, act: Callable[[], object], seconds: float, tell: Callable[[Tensor], object]
 ) -> float:
-    """The fastest of as many as fit into `seconds`; `tell` makes all who act agree on how many.
-
-    The first one only sets up connections and does not count.
-    """
-
-    def timed() -> float:
-        _settle(mesh)
-        started = time.perf_counter()
-        act()
-        _settle(mesh)
-        return time.perf_counter() - started
-
-    timed()
-    times = [timed()]
-    fitting = max(LEAST_REPEATS, min(MOST_REPEATS, int(seconds / times[0])))
-    count = torch.tensor([fitting], device=mesh.device)
-    tell(count)
-    return min(times + [timed() for _ in range(int(count))])
-
-
-def _settle(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
+    """The fastest of as many as fit into `seconds`."""
+    least, most = LEAST_REPEATS, MOST_REPEATS
+    return min(repeat(mesh.device, act, tell, seconds=seconds, least=least, most=most))
 
 
 def interface_speed(address: str) -> float | None:
@@ -167,13 +135,8 @@ def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
     bus = min(said["all_reduce"] for said in accounts.values())
     figures = {"slowest_pair_gb_s": min(speeds.values()), "all_reduce_gb_s": bus}
     floors = {pair: _floor(pair, accounts, roll) for pair in speeds}
-    medians = _medians(speeds, roll)
-    slow = [
-        pair
-        for pair, speed in speeds.items()
-        if speed < max(floors[pair] or 0.0, medians.get(_near(pair, roll), 0.0) * OF_THE_MEDIAN)
-    ]
-    found = [_slow_pairs(slow, speeds, accounts, roll)] if slow else []
+    slow = slow_pairs(speeds, accounts, roll)
+    found = [_complaint(list(slow), speeds, accounts, roll)] if slow else []
     known = [floor for floor in floors.values() if floor]
     if known and bus < min(known) / 2:
         found.append(_slow_together(bus, min(known), figures))
@@ -183,6 +146,23 @@ def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
     pairs = f"{low:.3g}" if len(speeds) == 1 else f"{low:.3g} to {high:.3g}"
     words = f"pairs {pairs} GB/s, all-reduce {bus:.3g} GB/s; {_hardware(accounts, roll)}"
     return [Finding("links", "ok", words, figures=figures)]
+
+
+def slow_pairs(
+    speeds: Mapping[tuple[int, int], float], accounts: Mapping[int, Account], roll: Roll
+) -> dict[tuple[int, int], str]:
+    """Those well below what their hardware should give, or below others of their kind; and why they
+    count as slow. `accounts` are those of `describe`."""
+    medians, found = _medians(speeds, roll), {}
+    for pair, speed in speeds.items():
+        rate, usual = _rate(pair, accounts, roll), medians.get(_near(pair, roll), 0.0)
+        floor = _floor(pair, accounts, roll) or 0.0
+        if speed < floor:
+            found[pair] = f"the hardware has {rate:.3g} GB/s and should give {floor:.3g}"
+        elif speed < usual * OF_THE_MEDIAN:
+            kind = "within a host" if _near(pair, roll) else "between hosts"
+            found[pair] = f"the median {kind} is {usual:.3g} GB/s"
+    return found
 
 
 def _near(pair: tuple[int, int], roll: Roll) -> bool:
@@ -207,24 +187,31 @@ def _floor(pair: tuple[int, int], accounts: Mapping[int, Account], roll: Roll) -
 
 
 def _medians(speeds: Mapping[tuple[int, int], float], roll: Roll) -> dict[bool, float]:
-    """Of pairs within hosts and of pairs between them; two pairs or fewer have no usual speed."""
-    kinds: dict[bool, list[float]] = {}
+    """Of pairs within hosts and of pairs between them; two pairs or fewer have no usual speed, even
+    where both directions of each are given."""
+    kinds: dict[bool, dict[tuple[int, int], float]] = {}
     for pair, speed in speeds.items():
-        kinds.setdefault(_near(pair, roll), []).append(speed)
-    return {near: statistics.median(all_) for near, all_ in kinds.items() if len(all_) > 2}
+        kinds.setdefault(_near(pair, roll), {})[pair] = speed
+    return {
+        near: statistics.median(found.values())
+        for near, found in kinds.items()
+        if len({frozenset(pair) for pair in found}) > 2
+    }
 
 
 def _hardware(accounts: Mapping[int, Account], roll: Roll) -> str:
     first, last = min(accounts), max(accounts)
     rate = _rate((first, last), accounts, roll)
     if not _near((first, last), roll):
-        return f"the network's rate is {rate:.3g} GB/s" if rate else "the network's rate is unknown"
+        if rate is None:
+            return "the network's rate is unknown"
+        return f"the network's rate is {rate:.3g} GB/s for each rank of a host"
     if accounts[first]["gpu"]:
         return f"the link's rate is {rate:.3g} GB/s" if rate else "the links' rate is unknown"
     return f"copying in memory {rate:.3g} GB/s"
 
 
-def _slow_pairs(
+def _complaint(
     slow: list[tuple[int, int]],
     speeds: Mapping[tuple[int, int], float],
     accounts: Mapping[int, Account],

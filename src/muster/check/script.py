@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from muster.check.report import show
-from muster.check.run import check, is_rank, leave
+from muster.check.run import check
 from muster.check.seat import Options
 from muster.errors import MusterError
+from muster.launch.join import is_rank
+from muster.launch.rank import leave
 
 
 def main(arguments: Sequence[str] = ()) -> int:

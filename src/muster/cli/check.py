@@ -74,8 +74,9 @@ def check(
 
     from muster.check.report import show
     from muster.check.run import check as run_check
-    from muster.check.run import is_rank, leave
     from muster.check.seat import Options
+    from muster.launch.join import is_rank
+    from muster.launch.rank import leave
 
     report = run_check(Options(timeout, recipe, overrides or []), gpus, node)
     code = show(report, as_json, console) if report else 0

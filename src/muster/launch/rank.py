@@ -8,11 +8,13 @@ import errno
 import logging
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -95,3 +97,11 @@ def die_with_parent() -> None:
     """A launcher that is killed cannot end its workers; the kernel does it for us."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """Without tearing anything down: a thread of this process, or another rank, may still sit in a
+    collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,90 @@
+"""This machine's ranks as processes of their own, for a check or a measurement: started together,
+heard, and ended with their parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from signal import Signals
+
+import psutil
+
+from muster.errors import LaunchError
+from muster.launch import cluster
+from muster.launch.cluster import Node, Place
+from muster.launch.rank import die_with_parent
+
+RANK_BYTES = 2**28  # of a process that has imported torch, at the least
+
+
+class Children:
+    """`python -m …` once for each of `count` ranks, which meet at a store that the parent holds on
+    `port`. Each one's words go to a file of its own in `folder`."""
+
+    def __init__(
+        self, arguments: Sequence[str], node: Node, port: int, count: int, folder: Path
+    ) -> None:
+        if count > (most := psutil.virtual_memory().available // RANK_BYTES):
+            raise LaunchError(
+                f"--gpus {count}: so many processes do not fit into this machine's memory; start at "
+                f"most {most}"
+            )
+        self.first, self.folder = node.rank * count, folder
+        self.environments: list[dict[str, str]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for local in range(count):
+            place = Place(self.first + local, count * node.nodes, local, count, node.address, port)
+            env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            cluster.export(place, env)
+            self.environments.append(env)
+            with self._words(local).open("wb") as words:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", *arguments],
+                        stdin=subprocess.DEVNULL,
+                        stdout=words,
+                        stderr=words,
+                        env=env,
+                        preexec_fn=die_with_parent,  # from its first moment on
+                    )
+                )
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+    @property
+    def running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [process.poll() for process in self.processes]
+
+    def exits(self) -> dict[int, str]:
+        """How ranks of this machine ended, in words, with the last of their own."""
+        found = {}
+        for local, code in enumerate(self.codes):
+            if code is not None:
+                how = (
+                    f"was killed by {Signals(-code).name}"
+                    if code < 0
+                    else f"ended with code {code}"
+                )
+                found[self.first + local] = how + self._last_words(local)
+        return found
+
+    def _words(self, local: int) -> Path:
+        return self.folder / f"rank-{self.first + local}.log"
+
+    def _last_words(self, local: int) -> str:
+        text = self._words(local).read_text(errors="replace").strip()
+        return f", saying: {text.splitlines()[-1][:300]}" if text else ""
