@@ -29,6 +29,7 @@ from muster.launch.spawn import spawn
 from muster.observe import stopping
 from muster.observe.console import follow, results_table
 from muster.observe.logs import set_up
+from muster.observe.profile_page import headline
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
@@ -124,6 +125,8 @@ def _trainer_life(recipe: Recipe, place: Place, run: runs.Run | None) -> dict[st
             f"Hugging Face's Trainer needs transformers and accelerate ({error}); install them with "
             "pip install 'muster-train[trainer]'"
         ) from None
+    if recipe.logging.profile:
+        log.warning("logging.profile: Hugging Face's Trainer has its own loop, without a profile")
     return hf_trainer.run_rank(recipe, place, run)
 
 
@@ -169,6 +172,8 @@ def _watched(run: runs.Run) -> Iterator[None]:
         watcher.join(5)
     if results := run.results():
         console.print(results_table(results, str(run.path)))
+    if words := headline(run.path, str(run.path)):
+        console.print(words, soft_wrap=True, markup=False)
 
 
 def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:

@@ -28,6 +28,7 @@ from muster.launch.rank import die_with_parent, leave_word, settle, speaking_for
 from muster.observe import heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.observe.observer import Observer
+from muster.observe.profile import Profile
 from muster.observe.results import write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.apply import apply
@@ -186,6 +187,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     scale = LossScale.for_precision(precision)
     scale.load(trainer.get("scale", {}))
     observer.event("started", step=trainer["step"], steps=steps, world=mesh.world)
+    asked = recipe.logging.profile
+    profile = Profile(run.path, mesh.rank, mesh.device, asked, trainer["step"], steps)
     return Job(
         recipe,
         task,
@@ -199,6 +202,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         start=trainer["step"],
         bad_steps=trainer.get("bad_steps", 0),
         scale=scale,
+        profile=profile,
     )
 
 

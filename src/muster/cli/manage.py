@@ -21,6 +21,7 @@ def show_until_end(run: Run, *, ranks: bool = False) -> None:
     from muster.launch.slurm import Follower
     from muster.observe.console import follow, results_table
     from muster.observe.failure import failure_panel
+    from muster.observe.profile_page import headline
     from muster.observe.ranks import RankTable
 
     name, muster = shown(run), program()
@@ -39,6 +40,8 @@ def show_until_end(run: Run, *, ranks: bool = False) -> None:
         console.print(f"{run.name} was interrupted; go on: {muster} train {name}", soft_wrap=True)
     elif results:
         console.print(results_table(results, name))
+        if words := headline(run.path, name):
+            console.print(words, soft_wrap=True, markup=False)
         if results["checkpoint"]:
             _suggest(run, state)
     if state == "stopped" and run.signalled():

@@ -64,6 +64,13 @@ def train(
     detach: Annotated[
         bool, typer.Option("--detach", help="Start the run and return at once.")
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            help="Short for logging.profile=3: traces of 3 steps, and where their time went.",
+        ),
+    ] = False,
     run_name: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +98,8 @@ def train(
         changes += _strategy(strategy, changes)
     if deepspeed_config:
         changes += _deepspeed(deepspeed_config, given=changes)
+    if profile and not any(word.startswith("logging.profile=") for word in changes):
+        changes.append("logging.profile=3")
     place = cluster.detect(os.environ)
     if on == "local" and place.world > 1 and not cluster.slurm_launcher(os.environ):
         return _as_rank(recipe, changes, place, gpus or nodes)

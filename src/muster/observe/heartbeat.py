@@ -21,7 +21,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,21 @@ _MUSTER = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 _watch: Watch | None = None
+_listener: Callable[[str], None] | None = None
 
 
 def beat(phase: str, step: int | None = None) -> None:
-    """This rank got further. Nothing happens before `start`."""
+    """This rank got further. Nothing is noted before `start`."""
     if _watch is not None:
         _watch.last = (phase, _watch.last[1] if step is None else step, time.monotonic())
+    if _listener is not None:
+        _listener(phase)
+
+
+def listen(listener: Callable[[str], None] | None) -> None:
+    """Hear each beat's phase, in the thread that beats: a profiler marks them."""
+    global _listener
+    _listener = listener
 
 
 def clear(folder: Path) -> None:

@@ -39,6 +39,7 @@ class StepRecord:
     cells: int
     amounts: dict[str, float]  # of the whole global batch, e.g. {"audio_s": 61.5}
     skipped: bool
+    profiled: bool = False  # under a profiler, and slower for it: no measure of the run
 
     def metrics(self) -> dict[str, Any]:
         """The line of metrics.jsonl. Other programs read it: names stay."""
@@ -58,6 +59,8 @@ class StepRecord:
             line[f"{name}_per_s"] = amount / self.step_time_s
         if self.skipped:
             line["skipped"] = True
+        if self.profiled:
+            line["profiled"] = True
         return line
 
     def times(self) -> RankTimes:
@@ -118,7 +121,7 @@ class Observer:
         self._ranks.flush()  # `muster watch` shows it
         if self._fresh:
             self._fresh = False
-        else:
+        elif not record.profiled:
             self._pending.append(record.times())
         if record.step % self.every_steps == 0:
             self.flush(ranks)

@@ -51,7 +51,8 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Totals over all steps of the run, restarts included."""
+    """Totals over all steps of the run, restarts included. Speed is that of steps without a profiler,
+    unless there are no others."""
     if not lines:
         return {
             "steps": 0,
@@ -61,13 +62,14 @@ def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
             "throughput": {"samples_per_s": 0.0},
             "measured": {"step_time_s": 0.0, "median_step_time_s": 0.0, "memory_gib": 0.0},
         }
-    seconds = sum(line["step_time_s"] for line in lines)
     epochs: dict[int, float] = defaultdict(float)
     for line in lines:
         epochs[line["epoch"]] += line["step_time_s"]
-    throughput = {"samples_per_s": sum(line["samples"] for line in lines) / seconds}
+    timed = [line for line in lines if not line.get("profiled")] or lines
+    seconds = sum(line["step_time_s"] for line in timed)
+    throughput = {"samples_per_s": sum(line["samples"] for line in timed) / seconds}
     for name in [key for key in lines[-1] if key.endswith("_per_s") and key != "samples_per_s"]:
-        throughput[name] = sum(line[name] * line["step_time_s"] for line in lines) / seconds
+        throughput[name] = sum(line[name] * line["step_time_s"] for line in timed) / seconds
     return {
         "steps": lines[-1]["step"],
         "skipped_steps": sum(bool(line.get("skipped")) for line in lines),
@@ -75,8 +77,8 @@ def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "epochs": [{"epoch": e, "time_s": t} for e, t in sorted(epochs.items())],
         "throughput": throughput,
         "measured": {
-            "step_time_s": seconds / len(lines),
-            "median_step_time_s": statistics.median(line["step_time_s"] for line in lines),
+            "step_time_s": seconds / len(timed),
+            "median_step_time_s": statistics.median(line["step_time_s"] for line in timed),
             "memory_gib": max(line["memory_gib"] for line in lines),
         },
     }

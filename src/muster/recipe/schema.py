@@ -219,6 +219,11 @@ class Logging(Section):
     every_steps: Positive = Field(
         10, description="How often ranks exchange their times, for the balance figures."
     )
+    profile: Count = Field(
+        0,
+        description="Steps to record with PyTorch's profiler, after 3 that are not: a trace per rank "
+        "and a summary in the run's `profile/`. 0: none.",
+    )
 
 
 class Recipe(Section):

@@ -17,6 +17,7 @@ from muster.data.loader import Batch, Loader
 from muster.errors import DataError
 from muster.observe.heartbeat import beat
 from muster.observe.observer import Observer, StepRecord
+from muster.observe.profile import Profile
 from muster.parallel.engine import Engine, Work
 from muster.parallel.mesh import Mesh
 from muster.parallel.timing import Moment
@@ -49,6 +50,7 @@ class Job:
     start: int = 0  # completed steps; also the place in the data
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
+    profile: Profile = field(default_factory=Profile)
     held: list[int] = field(default_factory=list)  # samples of the micro-batch last begun
 
     @property
@@ -84,6 +86,7 @@ def train(job: Job) -> int:
     done, saving = job.start, job.recipe.checkpoint
     batches = job.loader.steps(job.start, job.steps)
     for step in range(job.start, job.steps):
+        job.profile.begin(step, job.mesh)
         stopping = _step(job, step, batches)
         done = step + 1
         last = done == job.steps or stopping
@@ -93,6 +96,7 @@ def train(job: Job) -> int:
             _save(job, done)
         if last:
             break
+    job.profile.end(job.mesh)
     batches.close()  # type: ignore[attr-defined]
     job.observer.flush(job.mesh)
     job.checkpoints.wait()
@@ -107,6 +111,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     micro_batches = next(batches)
     data_wait = time.perf_counter() - begin
 
+    beat("counting the batch")
     units, _ = mesh.sum(sum(batch.units for batch in micro_batches))
     agreed = time.perf_counter()
     started = Moment(mesh.device)
@@ -154,6 +159,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
             cells=sum(b.cells for b in micro_batches),
             amounts=dict(zip(amounts, sums, strict=True)),
             skipped=not finite,
+            profiled=job.profile.covers(step),
         ),
         mesh,
     )
