@@ -170,7 +170,7 @@ def test_the_command_prints_a_table_or_json_and_keeps_the_file(tmp_path):
 
 
 def test_the_table_sets_the_peak_beside_the_figure(capsys):
-    from muster.cli.bench import _show
+    from muster.cli.bench.device import _show
 
     document = {
         "title": "NVIDIA H200",

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from muster.errors import MusterError
-from muster.plan.picture import COLOURS, DPI, draw_memory, draw_scaling
+from muster.observe.drawing import COLOURS, DPI
+from muster.plan.picture import draw_memory, draw_scaling
 
 PARTS = ["weights", "gradients", "optimizer", "activations", "context"]
 SVG = "{http://www.w3.org/2000/svg}"

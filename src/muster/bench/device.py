@@ -5,6 +5,7 @@ Every figure is the median of at least REPEATS samples, after WARM_UP calls. GB 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
+from muster.bench.files import prepare, write
 from muster.errors import LaunchError
 from muster.hardware import catalogue, cpus, inventory
 from muster.hardware.catalogue import Accelerator
 from muster.hardware.devices import read
-from muster.observe.results import write_json
 
 WARM_UP, REPEATS = 3, 5
 SAMPLE_S = 0.02  # of one sample: the clock's error and the wait for the device vanish in it
@@ -65,24 +66,25 @@ class Stopwatch:
 def bench(folder: Path, seconds: float) -> tuple[dict[str, Any], Path]:
     """Measures the current GPU, or the processor where there is none, for about `seconds`; returns the
     document and the file in `folder` that now holds it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)  # a bad folder is refused before the work
-    except OSError as error:
-        raise LaunchError(
-            f"--dir {folder}: {error.strerror}; name a folder that can be written"
-        ) from None
+    prepare(folder)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     with all_cores() as threads:
         document = {**measure(device, seconds), "threads": None if gpu else threads}
     path = catalogue.file_of(document["name"], folder)
-    try:
-        write_json(path, document)
-    except OSError as error:
-        raise LaunchError(
-            f"{path}: {error.strerror}; name another folder with --dir, or free some space"
-        ) from None
+    document["measured"] |= links_in(path)
+    write(path, document)
     return document, path
+
+
+def links_in(path: Path) -> dict[str, float]:
+    """What `muster bench collectives`, or a person, wrote there about links: one device alone cannot
+    measure them again."""
+    try:
+        known = json.loads(path.read_text())["measured"]
+        return {key: known[key] for key in ("link_gb_per_s", "network_gb_per_s") if key in known}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def measure(device: torch.device, seconds: float) -> dict[str, Any]:

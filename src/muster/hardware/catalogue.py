@@ -114,7 +114,8 @@ def cpu(ranks: int, root: Path = Path("/")) -> Accelerator:
     memory_rate = min(CORE_GB_PER_S * cores, HOST_GB_PER_S) / ranks
     return Accelerator(
         name="cpu",
-        title=f"CPU, {cores} cores" + (f" for {ranks} ranks" if ranks > 1 else ""),
+        title=f"CPU, {cores} core{'s' if cores > 1 else ''}"
+        + (f" for {ranks} ranks" if ranks > 1 else ""),
         vendor="cpu",
         memory_gib=_host_memory(root) / 2**30 / ranks,
         matrix_tflops={kind: rate * cores / ranks for kind, rate in CORE_TFLOPS.items()},

@@ -3,6 +3,8 @@ optimizer state, and gathers one block's parameters at a time."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -43,13 +45,18 @@ def shard(model: nn.Module, mesh: Mesh, plan: ParallelPlan, options: FSDP, preci
         else OffloadPolicy()
     )
     again = options.sharding == "full_shard"
-    for block in find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap"):
+    blocks = find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap")
+    for block in blocks:
         fully_shard(
             block, mesh=axes, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
         )
     fully_shard(
         model, mesh=axes, reshard_after_forward=False, mp_policy=policy, offload_policy=offload
     )
+    if options.forward_prefetch:
+        for block, after in pairwise(blocks):
+            if isinstance(block, FSDPModule) and isinstance(after, FSDPModule):
+                block.set_modules_to_forward_prefetch([after])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _sum_gradients(module)

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MusterError
+from muster.observe.drawing import (
+    COLOURS,
+    INK,
+    RED,
+    SMALL,
+    figure_for,
+    files_for,
+    note,
+    plain_axes,
+    save,
+    short,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
-# Paul Tol's "muted" scheme, made for colour-blind readers, with a darker grey; neighbours in a stack
-# differ in lightness, so it can also be printed in grey.
-COLOURS = [
-    *("#332288", "#88CCEE", "#117733", "#DDCC77", "#CC6677"),
-    *("#882255", "#44AA99", "#AA4499", "#BBBBBB", "#999933"),
-]
-INK, FAINT, RED = "#222222", "#DDDDDD", "#B2182B"
-DPI = 160
-STYLE: dict[Any, Any] = {
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": "#888888",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "svg.fonttype": "none",  # text stays text: small files that can be searched
-    "svg.hashsalt": "muster",  # the same plan gives the same file
-}
-SMALL = 9  # points
 UNLABELLED = 0.005  # of a bar's total: a smaller part has no number
 READABLE = 0.045  # of the axis: a lower part has no room for its number
 NEAR = 1 / 6  # of the capacity: bars below it would be too flat to read on one axis with it
@@ -49,7 +37,7 @@ def draw_memory(
     Colours follow the order in which parts first appear. A part that is nowhere in use may be given
     as 0: it keeps its colour and is not shown, so pictures of different plans can be compared.
     """
-    files = _files(path)
+    files = files_for(path)
     if not stacks:
         raise MusterError(f"{path}: there is no bar to draw")
     parts = list(dict.fromkeys(part for stack in stacks.values() for part in stack))
@@ -59,8 +47,8 @@ def draw_memory(
     top = 1.14 * (max(fullest, shown) or 1.0)
     room = 0.04 * len(stacks) + 0.4 if capacity_gib else 0.0
     width = min(6.0 + 0.6 * len(stacks), 15)
-    with _figure(width, title) as figure:
-        axes = _axes(figure, "memory (GiB)")
+    with figure_for(width, title) as figure:
+        axes = plain_axes(figure, "memory (GiB)")
         axes.set_ylim(0, top)
         axes.set_xlim(-0.6, len(stacks) - 0.4 + room)
         bottoms = [0.0] * len(stacks)
@@ -74,7 +62,7 @@ def draw_memory(
         if capacity_gib:
             _capacity(axes, capacity_gib, inside=bool(shown))
         _memory_legend(axes, parts, stacks, totals)
-        _save(figure, files)
+        save(figure, files)
     return files
 
 
@@ -87,7 +75,7 @@ def draw_scaling(
 ) -> list[Path]:
     """Throughput in `unit` against GPUs, a curve of (GPUs, throughput) per name, both axes
     logarithmic; what perfect scaling of the first curve would give; and the plan that was chosen."""
-    files = _files(path)
+    files = files_for(path)
     drawn = {name: sorted(points) for name, points in curves.items() if points}
     everything = [point for points in drawn.values() for point in points]
     if not everything:
@@ -97,8 +85,8 @@ def draw_scaling(
             raise MusterError(f"{path}: {value} {unit} on {gpus} GPUs cannot be drawn")
     first, rate = next(iter(drawn.values()))[0]
     last = max(gpus for gpus, _ in everything)
-    with _figure(8.2, title) as figure:
-        axes = _axes(figure, f"throughput ({unit})")
+    with figure_for(8.2, title) as figure:
+        axes = plain_axes(figure, f"throughput ({unit})")
         ends = [(first, rate), (last, rate * last / first)]
         if last > first:
             axes.plot(*zip(*ends, strict=True), "--", color="#888888", label="perfect scaling")
@@ -116,56 +104,8 @@ def draw_scaling(
         if chosen:
             _chosen(axes, chosen, unit)
         axes.legend(loc="upper left", frameon=False, fontsize=SMALL)
-        _save(figure, files)
+        save(figure, files)
     return files
-
-
-def _files(path: Path) -> list[Path]:
-    """What will be written, known before anything is drawn."""
-    suffix = path.suffix.lower()
-    if suffix in (".png", ".svg"):
-        return [path]
-    if suffix:
-        raise MusterError(
-            f"{path}: a picture ends in .png or .svg, not {path.suffix}; without an ending, both are "
-            "written"
-        )
-    return [path.with_name(path.name + ending) for ending in (".png", ".svg")]
-
-
-@contextmanager
-def _figure(width: float, title: str) -> Iterator[Figure]:
-    """A figure of its own; pyplot and its state are never touched, and settings are put back."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MusterError(f"pictures need matplotlib ({error}): pip install matplotlib") from None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, 5.2), dpi=DPI, layout="constrained")
-        figure.suptitle(
-            textwrap.fill(title, int(width * 10)), x=0.012, ha="left", size=12, weight="bold"
-        )
-        yield figure
-
-
-def _axes(figure: Figure, label: str) -> Axes:
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_ylabel(label)
-    return axes
-
-
-def _save(figure: Figure, files: list[Path]) -> None:
-    for file in files:
-        kind = file.suffix.lower()[1:]
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, format=kind, metadata={"Date": None} if kind == "svg" else None)
-        except OSError as error:
-            raise MusterError(f"{file}: the picture cannot be written: {error.strerror}") from None
 
 
 def _look(index: int) -> dict[str, Any]:
@@ -184,9 +124,7 @@ def _layer(
     paint = {"color": "white" if dark else INK, "backgroundcolor": look["facecolor"]}
     for x, (height, bottom) in enumerate(zip(heights, bottoms, strict=True)):
         if height >= readable:
-            _note(
-                axes, _gib(height), (x, bottom + height / 2), 0, ha="center", va="center", **paint
-            )
+            note(axes, _gib(height), (x, bottom + height / 2), 0, ha="center", va="center", **paint)
 
 
 def _total(axes: Axes, x: int, total: float, capacity: float | None) -> None:
@@ -194,7 +132,7 @@ def _total(axes: Axes, x: int, total: float, capacity: float | None) -> None:
     if capacity and total > capacity:
         text, colour = f"{text}\n{_gib(total - capacity)} over", RED
     paint = {"color": colour, "backgroundcolor": "white", "weight": "bold"}
-    _note(axes, text, (x, total), 3, ha="center", va="bottom", **paint)
+    note(axes, text, (x, total), 3, ha="center", va="bottom", **paint)
 
 
 def _capacity(axes: Axes, capacity: float, inside: bool) -> None:
@@ -203,18 +141,10 @@ def _capacity(axes: Axes, capacity: float, inside: bool) -> None:
     size = f"{_gib(capacity)} GiB"
     if inside:
         axes.axhline(capacity, color=INK, linewidth=1.4, zorder=3)
-        _note(axes, "capacity", (1, capacity), 3, va="bottom", **right)
-        _note(axes, size, (1, capacity), -3, va="top", **right)
+        note(axes, "capacity", (1, capacity), 3, va="bottom", **right)
+        note(axes, size, (1, capacity), -3, va="top", **right)
     else:
-        _note(axes, f"↑ capacity\n{size}", (1, axes.get_ylim()[1]), -3, va="top", **right)
-
-
-def _note(axes: Axes, text: str, at: tuple[float, float], points_up: float, **style: Any) -> None:
-    """Text above all lines; on a background of its own where it may meet one."""
-    style = {"size": SMALL, "xytext": (0, points_up), "zorder": 4, **style}
-    if colour := style.pop("backgroundcolor", None):
-        style["bbox"] = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}
-    axes.annotate(text, at, textcoords="offset points", **style)
+        note(axes, f"↑ capacity\n{size}", (1, axes.get_ylim()[1]), -3, va="top", **right)
 
 
 def _bar_names(axes: Axes, names: list[str], inches: float) -> None:
@@ -280,7 +210,7 @@ def _scaling_axes(
     axes.set_xticks(ticks, [f"{count:,}" for count in ticks])
     wide = high > 4 * low
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)) if wide else AutoLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
     axes.tick_params(labelsize=SMALL)
@@ -288,12 +218,5 @@ def _scaling_axes(
 
 def _chosen(axes: Axes, point: tuple[int, float], unit: str) -> None:
     axes.plot(*point, marker="o", markersize=15, fillstyle="none", color=RED, markeredgewidth=2)
-    text = f"chosen: {point[0]:,} {'GPU' if point[0] == 1 else 'GPUs'}\n{_short(point[1])} {unit}"
-    _note(axes, text, point, 0, xytext=(10, -14), va="top", color=RED, weight="bold")
-
-
-def _short(value: float) -> str:
-    """1,234,000 as 1.23M."""
-    units = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
-    scale, letter = next((unit for unit in units if value >= unit[0]), (1.0, ""))
-    return f"{float(f'{value / scale:.3g}'):g}{letter}"
+    text = f"chosen: {point[0]:,} {'GPU' if point[0] == 1 else 'GPUs'}\n{short(point[1])} {unit}"
+    note(axes, text, point, 0, xytext=(10, -14), va="top", color=RED, weight="bold")

@@ -44,6 +44,11 @@ class FSDP(Section):
     def _one_name(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
+    forward_prefetch: bool = Field(
+        False,
+        description="Ask for the next block's parameters before this one computes forwards, for hosts "
+        "too slow to run ahead of the GPU; one block more is in memory.",
+    )
     backward_prefetch: bool = Field(
         True, description="Gather the next block's parameters while this one computes backwards."
     )

@@ -1,4 +1,4 @@
-"""`muster bench`: how fast this hardware really is."""
+"""`muster bench device`: what one device reaches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from muster.cli.bench.common import FolderOption, JsonOption
 from muster.cli.common import console
-
-app = typer.Typer(no_args_is_help=True, help="Measure how fast this hardware really is.")
 
 LABELS = {
     "bf16_tflops": ("matrix product, bf16", "TFLOP/s"),
@@ -23,20 +22,12 @@ LABELS = {
 }
 
 
-@app.callback()
-def group() -> None:
-    """Measure how fast this hardware really is."""
-
-
-@app.command()
 def device(
-    folder: Annotated[Path, typer.Option("--dir", help="Where the figures are kept.")] = Path(
-        "runs/bench"
-    ),
+    folder: FolderOption = Path("runs/bench"),
     seconds: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="How long to measure, roughly.")
     ] = 10.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """What this GPU (or, without one, the CPU) reaches, beside what its maker promises."""
     from muster.bench.device import bench

@@ -1,0 +1,97 @@
+"""Starting a measurement that takes several ranks: on this machine's devices, or as the ranks that a
+launcher started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from muster.bench.files import Document
+from muster.errors import LaunchError, MusterError
+from muster.hardware import inventory
+from muster.launch import cluster, rendezvous
+from muster.launch.children import Children
+from muster.launch.cluster import Node
+from muster.launch.join import is_rank, join
+from muster.launch.rank import leave, settle
+from muster.parallel import mesh as meshes
+
+WAIT_S = 120.0  # of ranks for each other
+STRATEGY = {
+    "overlap": "fsdp"
+}  # what a form's ranks are set up for: both, here, as torch is by itself
+GRACE_S = 1.0  # for others that fail too: whose end is seen first need not be who was killed
+
+
+def measure(
+    form: str, options: dict[str, Any], count: int | None, node: Node, timeout_s: float = WAIT_S
+) -> Document | None:
+    """`muster.bench.FORM.measure(mesh, **options)` on every rank. Returns rank 0's document; None
+    where another process has it. No rank waits for another longer than `timeout_s`."""
+    if is_rank():
+        return _as_rank(form, options, timeout_s)
+    count = count or len(inventory.detect().gpus) or 2
+    return _with_children(form, options, count, node, timeout_s)
+
+
+def _as_rank(form: str, options: dict[str, Any], timeout_s: float) -> Document | None:
+    place = cluster.detect(os.environ)
+    settle(place, STRATEGY.get(form, "ddp"))
+    mesh = join(place, "auto", timeout_s)
+    document: Document | None = import_module(f"muster.bench.{form}").measure(mesh, **options)
+    meshes.leave()
+    return document if mesh.first else None
+
+
+def _with_children(
+    form: str, options: dict[str, Any], count: int, node: Node, timeout_s: float
+) -> Document | None:
+    """Outlives the ranks: the first that fails ends the others, and its words are passed on."""
+    store = rendezvous.for_node(node, timeout_s)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "answer.json")
+        arguments = ["muster.bench.ranks", form, json.dumps(options), str(timeout_s), str(answer)]
+        with Children(arguments, node, store.port, count, Path(folder)) as ranks:
+            while ranks.running and not any(ranks.codes):
+                time.sleep(0.05)
+            if any(ranks.codes):
+                first = ranks.codes
+                time.sleep(GRACE_S)
+                raise LaunchError(_why(ranks, first))
+        return json.loads(answer.read_text()) if answer.exists() else None
+
+
+def _why(ranks: Children, first: Sequence[int | None]) -> str:
+    """Who was killed, else who failed `first`: others fail because they lost it. Where it waited in
+    vain, those that still run are whom it waited for."""
+    codes = dict(enumerate(ranks.codes, ranks.first))
+    killed = [rank for rank, code in codes.items() if code and code < 0]
+    failed = [*killed, *(rank for rank, code in enumerate(first, ranks.first) if code)][0]
+    words = f"rank {failed} {ranks.exits()[failed]}"
+    stuck = [str(rank) for rank, code in codes.items() if code is None]
+    if stuck and "timed out" in words.lower():
+        words += f"; still running, and so perhaps stuck: rank {', '.join(stuck)}"
+    return words
+
+
+def main(form: str, options: str, timeout_s: str, answer: str) -> None:
+    """A rank's whole life under `muster bench`."""
+    try:
+        document = _as_rank(form, json.loads(options), float(timeout_s))
+    except MusterError as error:
+        print(error, file=sys.stderr)
+        leave(2)
+    if document is not None:
+        Path(answer).write_text(json.dumps(document))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
