@@ -1,0 +1,52 @@
+"""The lessons of systems/distributed-training, run as a student runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+COURSE = Path(__file__).parents[1] / "systems" / "distributed-training"
+PROGRAMS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, python
+
+
+def start(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """In the course's folder; errors among the words."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=COURSE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PROGRAMS, **variables},
+    )
+
+
+def said(*command: str | Path, fails: bool = False, **variables: str) -> str:
+    process = start(*command, **variables)
+    words = process.communicate(timeout=250)[0]
+    assert (process.returncode != 0) == fails, words
+    return words
+
+
+def devices(ranks: int) -> dict[str, str]:
+    """Variables: a GPU for each rank, or none for any."""
+    return {} if torch.cuda.device_count() >= ranks else {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def torchrun(script: str | Path, *words: str | Path, ranks: int = 2, fails: bool = False) -> str:
+    """What a lesson says on that many ranks."""
+    command = ["torchrun", "--standalone", f"--nproc_per_node={ranks}", script, *words]
+    return said(*command, fails=fails, **devices(ranks))
+
+
+def broken(lesson: str, line: str, instead: str, folder: Path) -> Path:
+    """A copy of the lesson with one line changed."""
+    text = (COURSE / lesson).read_text()
+    assert text.count(line) == 1
+    copy = folder / Path(lesson).name
+    copy.write_text(text.replace(line, instead))
+    return copy
