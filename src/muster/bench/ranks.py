@@ -24,9 +24,7 @@ from muster.launch.rank import leave, settle
 from muster.parallel import mesh as meshes
 
 WAIT_S = 120.0  # of ranks for each other
-STRATEGY = {
-    "overlap": "fsdp"
-}  # what a form's ranks are set up for: both, here, as torch is by itself
+STRATEGY = {"overlap": "fsdp"}  # whose variables are set; its ranks measure DDP under the same
 GRACE_S = 1.0  # for others that fail too: whose end is seen first need not be who was killed
 
 
