@@ -41,6 +41,7 @@ def test_every_measurement_has_a_file_and_the_last_is_found(tmp_path):
         ('{"form": "collectives"}', "it lacks 'keys'"),
         ('{"form": "collectives", "keys": [], "figure": "a", "rows": [1]}', "it is damaged"),
         ('{"form": "collectives", "keys": [], "figure": "a", "rows": [{}]}', "it lacks 'a'"),
+        ('{"form": "collectives", "keys": [], "figure": "a", "rows": [{"a": "b"}]}', "is damaged"),
         (None, "No such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Measurements are kept, compared with earlier ones, and told to the planner.
+"""Measurements are kept, and compared with earlier ones.
 
 A document has `form`, `device`, `ranks` and `rows`. `keys` names what tells one row from another,
 `figure` the number that is compared, `better` which way it should go.
@@ -86,7 +86,7 @@ def earlier(asked: str, form: str, folder: Path) -> Document:
         raise DataError(f"--against {path}: is no result of `muster bench {form}`")
     try:
         by_key(document)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         words = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
         raise DataError(f"--against {path}: it {words}; name another file") from None
     return {**document, "path": str(path)}

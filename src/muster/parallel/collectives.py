@@ -203,7 +203,7 @@ def refusal(error: Exception) -> str:
     return str(error).strip().splitlines()[0]
 
 
-REFUSALS: Any = (RuntimeError, ValueError, NotImplementedError, TypeError)
+REFUSALS = (RuntimeError, ValueError, TypeError)
 
 
 def _own(mesh: Mesh) -> Values:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from muster.bench.files import Document
 from muster.cli.common import console
 from muster.errors import DataError, LaunchError
 
@@ -39,7 +40,6 @@ FIGURES = {
     "efficiency": "the efficiency",
 }
 
-Document = dict[str, Any]
 Nodes = tuple[int | None, int | None, str | None, int | None]
 
 
