@@ -165,6 +165,7 @@ def short_recipe(overrides: Sequence[str]) -> list[str]:
         "training.precision=fp32",
         "training.warmup_steps=2",
         "checkpoint.every_steps=null",
+        "checkpoint.final=false",
         "evaluation.every_steps=null",
         "evaluation.final=false",
         "logging.tensorboard=false",
