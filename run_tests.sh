@@ -1,13 +1,53 @@
 #!/usr/bin/env bash
-# Sets itself up and runs every check and test. --full adds long storms and complete tables;
-# anything else goes to pytest: ./run_tests.sh tests/train -k parity
+# Sets itself up, then checks and tests. ./run_tests.sh --help says what there is to run.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/setup.sh"
+
+usage() {
+  cat <<'TEXT'
+./run_tests.sh              linters, then tests of every law, every verb and every system's main path
+./run_tests.sh --full       the same with long series of kills, complete tables, broken lessons, and mypy
+./run_tests.sh --gpu        the same with what needs an NVIDIA GPU
+./run_tests.sh --guides     every command of the guides (systems/*/README.md) as printed, with real launchers
+./run_tests.sh --mutations  plants each fault of tests/mutations.yaml and sees its test fail
+./run_tests.sh tests/train -k parity    anything else goes to pytest, in one process
+TEXT
+}
+
+sets=() others=() mutations=0
+for word in "$@"; do
+  case $word in
+    --help | -h) usage; exit ;;
+    --mutations) mutations=1 ;;
+    --full | --gpu | --guides) sets+=("$word") ;;
+    *) others+=("$word") ;;
+  esac
+done
+
 cd "$root"
 set_up dev
+unset PYTHONDONTWRITEBYTECODE # the tests import the same modules hundreds of times
 bin="$venv/bin"
+[ $mutations = 1 ] && exec "$bin/python" tools/mutations.py "${sets[@]}" "${others[@]}"
+if [ ${#others[@]} -gt 0 ]; then
+  exec "$bin/python" -m pytest "${sets[@]}" "${others[@]}"
+fi
+workers=(-n 3 --no-loadscope-reorder)
+case " ${sets[*]} " in
+  *" --guides "*)
+    exec "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \
+      tests/guides tests/systems tests/launch/test_doors.py tests/launch/test_slurm.py
+    ;;
+esac
+
 "$bin/ruff" check --quiet .
 "$bin/ruff" format --check --quiet .
-"$bin/mypy"
 "$bin/lint-imports" --no-logo
-exec "$bin/python" -m pytest "$@"
+case " ${sets[*]} " in
+  *" --full "*) "$bin/mypy" ;;
+esac
+failed=0
+"$bin/python" -m pytest "${workers[@]}" --dist loadfile -m "not serial" "${sets[@]}" || failed=$?
+[ $failed -le 1 ] || exit $failed # not where pytest was interrupted
+"$bin/python" -m pytest -m serial "${sets[@]}" || failed=$?
+exit $failed

@@ -2,37 +2,76 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import processes
+from budget import Budget
 from pool import RankPool
+
+# For the tests and all that they start: workers and ranks share the cores, the tensors are too small
+# to be worth two threads, and sums come out in the same order everywhere.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+CACHE = "XDG_CACHE_HOME"
+LONG = ("launch", "systems", "plan", "parity", "train")
+SETS = {
+    "full": "long storms and complete tables",
+    "guides": "every command of the guides, as printed, by real launchers",
+    "gpu": "what needs an NVIDIA GPU",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="long storms and complete tables too")
+    for name, what in SETS.items():
+        parser.addoption(f"--{name}", action="store_true", help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Indexes of durations go to a folder of the test run, not to the developer's cache."""
+    if hasattr(config, "workerinput"):
+        return  # its parent has done so for all
+    ordinary = not any(config.getoption(f"--{name}") for name in SETS)
+    if ordinary and config.args == config.getini("testpaths"):
+        config.pluginmanager.register(Budget(), "budget")
+    folder = Path(tempfile.mkdtemp(prefix="muster-tests-"))
+    before = os.environ.get(CACHE)
+    os.environ[CACHE] = str(folder / "cache")
+    processes.prepare(folder)
+
+    def end() -> None:
+        os.environ.pop(CACHE)
+        if before is not None:
+            os.environ[CACHE] = before
+        shutil.rmtree(folder, ignore_errors=True)
+
+    config.add_cleanup(end)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sets that were not asked for are left out. Files that take long come first, so that all
+    workers have something to do until the end."""
+    asked = {name for name in SETS if config.getoption(f"--{name}")}
+    chosen = [item for item in items if _in_sets(item, asked)]
+    config.hook.pytest_deselected(items=[item for item in items if not _in_sets(item, asked)])
+    items[:] = sorted(chosen, key=lambda item: item.path.parent.name not in LONG)
+
+
+def _in_sets(item: pytest.Item, asked: set[str]) -> bool:
+    """`--guides` is a set of its own; the others add to the ordinary one."""
+    needed = {name for name in SETS if item.get_closest_marker(name)}
+    return needed <= asked and ("guides" in needed) == ("guides" in asked)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
-    for item in items:
-        if item.get_closest_marker("full") and not config.getoption("--full"):
-            item.add_marker(pytest.mark.skip(reason="long; ./run_tests.sh --full runs it"))
-        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Indexes of durations go to a folder of the test run, not to the developer's cache."""
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    os.environ.pop("XDG_CACHE_HOME")
-    if before is not None:
-        os.environ["XDG_CACHE_HOME"] = before
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
 
 
 @pytest.fixture(scope="session")
@@ -50,14 +89,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
         started.close()
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    import torch
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny recipe's file."""
+    import tiny
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    return str(tiny.write(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
+import processes
+
 COURSE = Path(__file__).parents[1] / "systems" / "distributed-training"
-PROGRAMS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, python
 
 
 def start(*command: str | Path, **variables: str) -> subprocess.Popen[str]:
     """In the course's folder; errors among the words."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=COURSE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": PROGRAMS, **variables},
-    )
+    return processes.start(command, COURSE, env=variables)
 
 
 def said(*command: str | Path, fails: bool = False, **variables: str) -> str:

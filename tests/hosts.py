@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+import processes
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None,
@@ -25,26 +29,38 @@ class Host:
     namespace: str
     device: str
 
-    def start(self, *command: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+    def start(
+        self, *command: str | Path, folder: Path, real: bool = False, **env: str
+    ) -> subprocess.Popen[str]:
         """The command on this host, in a process group of its own."""
-        inside = f'hostname {self.name}; exec "$@"'
-        full = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside, "sh"]
-        return subprocess.Popen(
-            [*full, *command],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        return processes.start(
+            command,
+            folder,
+            real=real,
+            preexec_fn=partial(_move_to, self.namespace, self.name),
             start_new_session=True,
-            env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **env},
+            env=env,
         )
 
     def muster(self, *arguments: str, folder: Path) -> subprocess.Popen[str]:
-        return self.start(sys.executable, "-m", "muster", *arguments, folder=folder)
+        return self.start(*processes.MUSTER, *arguments, folder=folder)
+
+    def add_address(self, address: str) -> None:
+        _ip("-n", self.namespace, "addr", "add", address, "dev", self.device)
 
     def cut(self) -> None:
         """Pull the cable: packets are lost without a word to either side."""
         _ip("-n", self.namespace, "link", "set", self.device, "down")
+
+
+def _move_to(namespace: str, name: str) -> None:
+    """This process, to the network of that namespace and under that host name."""
+    CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+    kernel = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{namespace}") as network:
+        if kernel.setns(network.fileno(), CLONE_NEWNET) or kernel.unshare(CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    socket.sethostname(name)
 
 
 def _ip(*arguments: str) -> None:

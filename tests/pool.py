@@ -6,35 +6,43 @@ function, every rank calls it with its mesh, and the results come back by rank.
 
 from __future__ import annotations
 
-import multiprocessing as mp
+import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
+
+import processes
 
 LIMIT_S = 120.0
 
 
-def _live(rank: int, world: int, store_path: str, pipe: Connection) -> None:
-    import torch
+def live(rank: int, world: int, store_path: str, descriptor: int) -> None:
+    """A rank's whole life: do what comes through the pipe until it is closed."""
     import torch.distributed as dist
 
     from muster.parallel import mesh as meshes
     from muster.parallel.layout import Layout
 
-    torch.set_num_threads(1)
+    pipe = Connection(descriptor)
     store = dist.FileStore(store_path, world)
     mesh = meshes.join(rank, rank, Layout(replicate=world), "gloo", LIMIT_S, store)
     while True:
-        order = pipe.recv()
-        if order is None:
-            return
-        function, arguments = order
         try:
-            pipe.send((True, function(mesh, *arguments)))
+            path, order = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            sys.path[:] = path  # test modules lie in folders that pytest added
+            function, arguments = pickle.loads(order)
+            answer = pickle.dumps((True, function(mesh, *arguments)))
         except BaseException as error:
-            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+            words = type(error).__name__, str(error), traceback.format_exc()
+            answer = pickle.dumps((False, words))
+        pipe.send_bytes(answer)  # not `send`, which would share tensors' memory
 
 
 class RankError(AssertionError):
@@ -47,23 +55,25 @@ class RankError(AssertionError):
 
 class RankPool:
     def __init__(self, world: int) -> None:
-        context = mp.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self.pipes, self.processes, self.closed = [], [], False
         for rank in range(world):
-            here, there = context.Pipe()
-            process = context.Process(
-                target=_live, args=(rank, world, f"{self._folder.name}/store", there), daemon=True
-            )
-            process.start()
+            here, there = Pipe()
+            store = f"{self._folder.name}/store"
+            program = f"import pool; pool.live({rank}, {world}, {store!r}, {there.fileno()})"
+            command = [sys.executable, "-c", program]
+            # What ranks print is shown with the test that runs them when it fails.
+            streams = {"stdout": None, "errors": None, "pass_fds": [there.fileno()]}
+            env = processes.python_path(Path(__file__).parent)
+            self.processes.append(processes.start(command, env=env, **streams))
             there.close()
             self.pipes.append(here)
-            self.processes.append(process)
 
     def __call__(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What every rank returns. The first rank to fail raises here."""
+        order = pickle.dumps((sys.path, pickle.dumps((function, arguments))))
         for pipe in self.pipes:
-            pipe.send((function, arguments))
+            pipe.send_bytes(order)
         answers: dict[int, Any] = {}
         while len(answers) < len(self.pipes):
             open_pipes = [p for i, p in enumerate(self.pipes) if i not in answers]
@@ -74,7 +84,11 @@ class RankPool:
                     f"ranks {set(range(len(self.pipes))) - set(answers)} did not answer"
                 )
             for pipe in ready:
-                answers[self.pipes.index(pipe)] = pipe.recv()
+                try:
+                    answers[self.pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self.close()
+                    raise RuntimeError(f"rank {self.pipes.index(pipe)} has died") from None
         for rank, (well, value) in sorted(answers.items()):
             if not well:
                 raise RankError(rank, *value)
@@ -84,4 +98,7 @@ class RankPool:
         self.closed = True
         for process in self.processes:
             process.kill()
+            process.wait()
+        for pipe in self.pipes:
+            pipe.close()
         self._folder.cleanup()

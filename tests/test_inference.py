@@ -42,7 +42,7 @@ def causal(ranks, tmp_path_factory) -> Path:
 def test_a_live_pipe_gives_the_text_of_the_whole_file(causal, tmp_path):
     recogniser = inference.load_recogniser(causal)
     said = []
-    for number, samples in enumerate(clips(6)):
+    for number, samples in enumerate(clips(3)):
         path = tmp_path / f"{number}.wav"
         soundfile.write(path, samples, 16000)
         (offline,) = (found.text for found in transcribe(recogniser, [path]))
@@ -92,11 +92,19 @@ def test_a_short_file_is_heard_whole_and_a_long_one_in_windows(causal, tmp_path)
 
 def test_eval_prints_rates_counts_and_the_worst_clips(causal):
     done = CliRunner().invoke(app, ["eval", str(causal), "--decoder", "greedy", "--worst", "2"])
-    rates = re.search(r"test: WER (.*)%, CER .*%, 300 clips\n", done.stdout)
+    rates = re.search(r"test: WER (.*)%, CER .*%, 31 clips\n", done.stdout)
     counts = re.search(r"(\d+) words: (\d+) subst.*, (\d+) deletions, (\d+) insert", done.stdout)
     words, *edits = map(int, counts.groups())
     assert float(rates[1]) == pytest.approx(100 * sum(edits) / words, abs=0.01)
     assert done.stdout.count("  said  ") == done.stdout.count("  heard ") == 2
+
+
+def test_eval_takes_either_decoder_and_refuses_an_ngram_model_without_the_beam(causal):
+    asked = ["eval", str(causal), "--split", "validation"]
+    done = CliRunner().invoke(app, [*asked, "--decoder", "beam", "--beam", "4"])
+    assert "validation: WER" in done.stdout
+    refused = CliRunner().invoke(app, [*asked, "--decoder", "greedy", "--ngram", "x"])
+    assert "--ngram needs" in str(refused.exception)
 
 
 def scored(mesh, folder: str) -> tuple[dict[str, float], list[tuple[int, str]]]:
@@ -113,7 +121,7 @@ def test_evaluation_over_ranks_equals_one_process(ranks, causal, world):
     alone = ranks(1)(scored, str(causal))[0]
     together = ranks(world)(scored, str(causal))
     assert all(part == alone for part in together)
-    assert alone[0]["clips"] == 300
+    assert alone[0]["clips"] == 31
 
 
 def test_the_beam_and_an_ngram_model_score_through_the_same_door(causal, tmp_path):

@@ -337,11 +337,10 @@ def errors(recogniser: inference.Recogniser, files: list[Path], texts: list[str]
     return total
 
 
+@pytest.mark.full
 @needs_whisper
 @needs_speech
-@pytest.mark.parametrize(
-    "numbers", [range(10, 15), pytest.param(range(100), marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("numbers", [range(10, 15), range(100)])
 def test_a_long_recording_is_recognised_as_well_as_its_clips(tmp_path, tiny, numbers):
     """Two points of word error rate apart at most, in either direction."""
     assert tiny.timed
@@ -357,6 +356,7 @@ def test_a_long_recording_is_recognised_as_well_as_its_clips(tmp_path, tiny, num
     assert alone.wer < 0.25
 
 
+@pytest.mark.full
 @needs_whisper
 @needs_speech
 def test_no_word_is_lost_or_doubled_where_windows_overlap(tmp_path, tiny, monkeypatch):
@@ -373,6 +373,7 @@ def test_no_word_is_lost_or_doubled_where_windows_overlap(tmp_path, tiny, monkey
     assert found.wer < 0.15
 
 
+@pytest.mark.full
 @needs_whisper
 @needs_speech
 def test_a_whisper_folder_writes_subtitles_without_training(tmp_path):

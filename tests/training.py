@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import few_clips
 from muster import runs
 from muster.observe.results import read_lines
 from muster.parallel.mesh import Mesh
@@ -14,16 +15,13 @@ from muster.recipe.load import load
 from muster.train.loop import Job, train
 from muster.worker import prepare
 
-SMALL = [
-    "logging.tensorboard=false",
-    "evaluation.every_steps=null",
-    "checkpoint.every_steps=null",
-    "data.cache_gib=0.1",
-]
+SMALL = ["logging.tensorboard=false", "evaluation.every_steps=null", "checkpoint.every_steps=null"]
+SPEECH = ("speech", "speech-streaming", "whisper-micro")
 
 
 def make_job(mesh: Mesh, folder: str, overrides: list[str], recipe: str = "speech") -> Job:
-    loaded = load(recipe, [*SMALL, *overrides])
+    few = [f"data.train={few_clips.folder()}", "training.global_batch_size=8"]
+    loaded = load(recipe, [*SMALL, *(few if recipe in SPEECH else ()), *overrides])
     run = runs.Run(Path(folder))
     if mesh.first:
         (run.path / "ranks").mkdir(parents=True, exist_ok=True)
@@ -31,9 +29,11 @@ def make_job(mesh: Mesh, folder: str, overrides: list[str], recipe: str = "speec
     return prepare(loaded, mesh, run)
 
 
-def run_training(mesh: Mesh, folder: str, overrides: list[str]) -> list[dict[str, Any]]:
+def run_training(
+    mesh: Mesh, folder: str, overrides: list[str], recipe: str = "speech"
+) -> list[dict[str, Any]]:
     """Train to the end; the lines of metrics.jsonl."""
-    job = make_job(mesh, folder, overrides)
+    job = make_job(mesh, folder, overrides, recipe)
     train(job)
     job.observer.close()
     mesh.barrier()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
-import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from functools import partial
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import processes
 from hosts import hosts, needs_namespaces  # noqa: F401
 from muster.bench import collectives as bench
 from muster.bench import device as bench_device
@@ -29,17 +29,13 @@ from muster.cli.bench import collectives as cli
 from muster.cli.bench.common import size_in, size_of
 from muster.errors import DataError, LaunchError
 from muster.hardware import catalogue
-from muster.launch.cluster import Node
 from muster.parallel.collectives import COLLECTIVES, addend, bus_share, compare, pattern, total
 from muster.plan.time import Cluster
+from processes import runs_module
 
+COMMAND = [*processes.MUSTER, "bench", "collectives"]
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 FORMS = [(name, where) for name, kind in COLLECTIVES.items() for where in kind.wheres]
-
-
-def muster(*arguments, cwd, timeout=200):
-    command = [sys.executable, "-m", "muster", "bench", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 16, 17, 40])
@@ -279,8 +275,8 @@ def test_a_new_measurement_of_the_device_keeps_what_is_known_of_links(tmp_path):
 @on_cpu
 def test_the_command_measures_keeps_draws_and_teaches(tmp_path):
     sizes = ["--min", "256K", "--max", "1M"]
-    done = muster("collectives", "--only", "all_reduce", *sizes, "--gpus", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    words = ["collectives", "--only", "all_reduce", *sizes, "--gpus", "2"]
+    done = processes.muster("bench", *words, folder=tmp_path)
     for words in ("2 ranks, CPU", "all_reduce", "256K", "bus", "the planner now counts"):
         assert words in done.stdout
     (kept,) = (tmp_path / "runs/bench").glob("collectives-cpu-2-*.json")
@@ -323,24 +319,28 @@ def ranks_under(parent: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in parent.children():
         with suppress(psutil.Error):  # it has just ended
-            if "muster.bench.ranks" in child.cmdline():
+            if runs_module(child, "muster.bench.ranks"):
                 found.append(child)
     return found
 
 
+def met(parent: psutil.Process) -> list[psutil.Process]:
+    """Its two ranks, once they are connected to each other."""
+
+    def connections(rank: psutil.Process) -> int:
+        return len([c for c in rank.net_connections("tcp") if c.status == "ESTABLISHED"])
+
+    processes.until(lambda: len(ranks_under(parent)) == 2)
+    processes.until(lambda: connections(ranks_under(parent)[1]) > 2)
+    return ranks_under(parent)
+
+
 @on_cpu
 def test_a_rank_that_dies_ends_the_command_with_a_sentence(tmp_path):
-    command = [sys.executable, "-m", "muster", "bench", "collectives", "--gpus", "2"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as started:
-        parent, victims = psutil.Process(started.pid), []
-        while len(victims) < 2:
-            assert started.poll() is None
-            victims = ranks_under(parent)
-            time.sleep(0.05)
-        while len(psutil.Process(victims[1].pid).net_connections("tcp")) < 3:  # until they have met
-            time.sleep(0.02)
+    with processes.start([*COMMAND, "--gpus", "2"], tmp_path) as started:
+        victims = met(psutil.Process(started.pid))
         victims[1].send_signal(signal.SIGKILL)
-        words = started.communicate(timeout=60)[1]
+        words = started.communicate(timeout=60)[0]
     assert started.returncode == 2
     assert "rank 1 was killed by SIGKILL" in words
     assert not any(victim.is_running() for victim in victims)
@@ -348,8 +348,7 @@ def test_a_rank_that_dies_ends_the_command_with_a_sentence(tmp_path):
 
 @on_cpu
 def test_ranks_end_with_a_command_that_is_killed_as_they_start(tmp_path):
-    command = [sys.executable, "-m", "muster", "bench", "collectives", "--gpus", "2"]
-    with subprocess.Popen(command, cwd=tmp_path) as started:
+    with processes.start([*COMMAND, "--gpus", "2"], tmp_path) as started:
         parent, orphans = psutil.Process(started.pid), []
         while len(orphans) < 2:
             assert started.poll() is None
@@ -359,27 +358,25 @@ def test_ranks_end_with_a_command_that_is_killed_as_they_start(tmp_path):
 
 
 def test_more_ranks_than_memory_holds_are_refused_before_one_starts(tmp_path):
-    done = muster("collectives", "--gpus", "100000", cwd=tmp_path, timeout=60)
-    assert done.returncode == 2
+    done = processes.muster("bench", "collectives", "--gpus", "100000", folder=tmp_path, code=2)
     assert "--gpus 100000: so many processes do not fit" in done.stderr
     assert "start at most " in done.stderr
 
 
+HANGING = """
+from muster.bench.ranks import measure
+from muster.launch.cluster import Node
+measure("collectives", {"largest": 2**24}, 2, Node(), timeout_s=6.0)
+"""
+
+
 @on_cpu
-def test_a_rank_that_hangs_is_named_by_those_that_waited():
+def test_a_rank_that_hangs_is_named_by_those_that_waited(tmp_path):
     """Stopped once it has met the others, it answers nobody and does not end either."""
-
-    def stop() -> None:
-        me = psutil.Process()
-        while not (ours := ranks_under(me)[1:]):
-            time.sleep(0.05)
-        while not [c for c in ours[0].net_connections("tcp") if c.status == "ESTABLISHED"][2:]:
-            time.sleep(0.05)
-        ours[0].suspend()
-
-    threading.Thread(target=stop, daemon=True).start()
-    with pytest.raises(LaunchError, match=r"rank 0 .*[Tt]imed out.* stuck: rank 1"):
-        bench_ranks.measure("collectives", {"largest": 2**24}, 2, Node(), timeout_s=10.0)
+    with processes.start([sys.executable, "-c", HANGING], tmp_path) as started:
+        met(psutil.Process(started.pid))[1].suspend()
+        words = started.communicate(timeout=60)[0]
+    assert re.search(r"LaunchError: rank 0 .*[Tt]imed out.* stuck: rank 1", words)
 
 
 @needs_namespaces
@@ -418,19 +415,9 @@ def test_names_and_sizes_on_the_command_line_are_those_of_the_measurement():
         (["--only", "gossip"], "--only gossip: expected one of all_reduce"),
     ],
 )
-def test_mistakes_are_refused_before_torch_is_there(arguments, words):
-    code = f"""
-import sys, muster.cli
-sys.argv = ["muster", "bench", "collectives", *{arguments!r}]
-try:
-    muster.cli.main()
-except SystemExit as leaving:
-    print("code", leaving.code)
-print("torch" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-2:] == ["code 2", "False"]
-    assert words in done.stderr
+def test_mistakes_are_refused(arguments, words):
+    done = CliRunner().invoke(app, ["bench", "collectives", *arguments])
+    assert words in str(done.exception)
 
 
 def test_a_full_disk_is_named_where_the_planner_should_learn(small_disk):

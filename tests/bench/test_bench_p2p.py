@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from itertools import combinations
 
@@ -20,6 +18,7 @@ from muster.bench import ranks as bench_ranks
 from muster.bench.picture import draw_pairs
 from muster.cli import app
 from muster.parallel.pairs import alone, opponents
+from processes import muster
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 
@@ -135,7 +134,7 @@ def test_slow_links_are_named_by_rank_host_and_reason_each_way():
     assert [(link["from"], link["to"]) for link in slow] == [(0, 1)]
 
 
-@pytest.mark.parametrize("world", [2, 16, 40])
+@pytest.mark.parametrize("world", [2, pytest.param(16, marks=pytest.mark.full), 40])
 def test_a_matrix_of_any_size_becomes_a_picture(tmp_path, world):
     matrix = [[None if a == b else 7.77 for b in range(world)] for a in range(world)]
     document = {"ranks": world, "gb_per_s": matrix, "latency_us": matrix}
@@ -149,9 +148,7 @@ def test_a_matrix_of_any_size_becomes_a_picture(tmp_path, world):
 
 @on_cpu
 def test_the_command_prints_matrices_and_keeps_a_file_and_a_heat_map(tmp_path):
-    command = [sys.executable, "-m", "muster", "bench", "p2p", "--gpus", "2", "--size", "256K"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = muster("bench", "p2p", "--gpus", "2", "--size", "256K", folder=tmp_path)
     assert "GB/s, 256K from each row to each column" in done.stdout
     (kept,) = (tmp_path / "runs/bench").glob("p2p-cpu-2-*.json")
     assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

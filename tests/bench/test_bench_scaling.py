@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from muster.bench import results, scaling
 from muster.cli import app
 from muster.errors import LaunchError, MusterError
+from processes import muster
 
 SMALL = ("training.global_batch_size=2", "data.sequence_length=32")
 two_cores = pytest.mark.skipif(
@@ -132,16 +134,17 @@ def test_one_of_two_ranks_gets_half_of_the_cores():
 
 @two_cores
 def test_a_recipe_on_one_and_two_ranks(tmp_path: Path):
-    said: list[str] = []
-    kinds = ["weak", "strong"]
-    document = scaling.measure("gpt-micro", SMALL, 2, kinds, 4, tmp_path, said.append)
+    words = ["gpt-micro", *SMALL, "--gpus", "2", "--steps", "4", "--dir", "kept"]
+    done = muster("bench", "scaling", *words, folder=tmp_path)
+    (kept,) = (tmp_path / "kept").glob("*.json")
+    document = json.loads(kept.read_text())
     found = {(r["kind"], r["ranks"]): r for r in document["rows"]}
     assert [found[key]["batch"] for key in found] == [2, 4, 2, 2]
-    assert len(said) == 3, "one rank is the same run for both"
+    assert (done.stdout + done.stderr).count("samples/s") == 3, "one rank is the same run for both"
     for each in found.values():
         assert sum(each["parts"].values()) == pytest.approx(each["step_s"])
     assert found["weak", 2]["parts"]["exposed"] + found["weak", 2]["parts"]["imbalance"] > 0
-    assert not list(tmp_path.iterdir()), "what was read is removed"
+    assert not list((tmp_path / "kept").glob("*runs*")), "what was read is removed"
 
 
 def test_what_a_later_point_cannot_do_is_refused_before_the_first(tmp_path: Path, monkeypatch):
@@ -185,7 +188,7 @@ def test_ranks_of_a_launcher_do_not_start_ranks_of_their_own(monkeypatch):
 
 
 def test_a_run_that_fails_is_named_and_kept(tmp_path: Path):
-    missing = "data.train=/nonexistent/text"
-    with pytest.raises(LaunchError, match=r"run on 1 rank.* failed: .*nonexistent") as caught:
-        scaling.measure("gpt-micro", [*SMALL, missing], 1, ["weak"], 4, tmp_path)
-    assert Path(str(caught.value).rpartition("see ")[2], "recipe.yaml").is_file()
+    words = ["gpt-micro", *SMALL, "data.train=/nonexistent/text", "--gpus", "1", "--dir", "kept"]
+    said = muster("bench", "scaling", *words, folder=tmp_path, code=2).stderr
+    assert re.search(r"run on 1 rank.* failed: .*nonexistent", said), said
+    assert (tmp_path / said.split("see ")[-1].strip() / "recipe.yaml").is_file()

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from hosts import hosts, needs_namespaces  # noqa: F401
 from muster.cli import app
+from processes import MUSTER, free_port, runs_module, start
 
 LIMIT_S = 30.0  # of a whole check on two CPU ranks
 STEPS = ["software", "devices", "ranks", "collectives", "gradients", "balance", "links", "network"]
@@ -29,18 +30,8 @@ def crowd() -> float:
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
-def environment(**variables: object) -> dict[str, str]:
-    return {**os.environ, "COLUMNS": "200", **{name: str(v) for name, v in variables.items()}}
-
-
-def start_check(*arguments: str, **variables: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "muster", "check", "--json", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(**variables),
-    )
+def start_check(*arguments: str) -> subprocess.Popen[str]:
+    return start([*MUSTER, "check", "--json", *arguments], errors=subprocess.PIPE)
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = 240.0) -> dict[str, Any]:
@@ -53,12 +44,6 @@ def finish(process: subprocess.Popen[str], limit_s: float = 240.0) -> dict[str, 
 
 def failures(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [finding for finding in report["findings"] if finding["status"] == "fail"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start_ranks(
@@ -78,15 +63,8 @@ def start_ranks(
         variables |= {name: of[rank] for name, of in odd.items() if rank in of}
         code = f"import sys\n{plant}\nfrom muster.check.script import main\n"
         code += f"sys.exit(main(['--json', '--timeout', '{timeout}']))"
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environment(**variables),
-            )
-        )
+        env = {name: str(value) for name, value in variables.items()}
+        started.append(start([sys.executable, "-c", code], errors=subprocess.PIPE, env=env))
     return started
 
 
@@ -99,6 +77,7 @@ def finish_ranks(started: list[subprocess.Popen[str]]) -> dict[str, Any]:
             process.communicate()
 
 
+@pytest.mark.serial
 def test_two_cpu_ranks_are_checked_within_the_limit():
     limit, started = LIMIT_S * crowd(), time.monotonic()
     report = finish(start_check("--gpus", "2", "--timeout", str(limit)), 2 * limit)
@@ -156,8 +135,8 @@ def test_a_corrupted_collective_ends_the_check():
 def ranks_of(check: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(check.pid).children()
     return sorted(
-        (c for c in children if "muster.check.rank" in c.cmdline()),
-        key=lambda c: int(c.environ()["RANK"]),
+        (c for c in children if runs_module(c, "muster.check.rank")),
+        key=lambda c: c.pid,  # started one after the other
     )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from muster.check.parity import ROWS, rows_for
 from muster.check.parity_run import run_parity
 from muster.errors import MusterError
+from processes import muster
 
 
-def test_one_row_is_measured_on_two_ranks():
-    lines = run_parity("gpt-micro", 2, "ddp")
-    assert [line["strategy"] for line in lines] == ["ddp"]
-    assert lines[0]["agrees"]
-    assert 0 <= lines[0]["norm"] < 1e-5
+def test_one_row_is_measured_on_two_ranks(tmp_path):
+    words = ["check", "gpt-micro", "--parity", "--gpus", "2", "--strategy", "ddp"]
+    table = muster(*words, folder=tmp_path).stdout
+    (row,) = [line for line in table.splitlines() if "ddp" in line]
+    strategy, ranks, _, norm, _, verdict = re.split(r"\s*│\s*", row.strip("│ "))
+    assert (strategy, ranks, verdict) == ("ddp", "2", "agrees")
+    assert 0 <= float(norm) < 1e-5
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8, 16, 64])

@@ -205,6 +205,7 @@ def on_core(mesh: Mesh, cores: list[int]) -> Account:
         os.sched_setaffinity(0, before)
 
 
+@pytest.mark.serial
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")
 def test_a_rank_whose_core_is_busy_is_named(ranks):
     pool, cores = ranks(2), sorted(os.sched_getaffinity(0))[:2]

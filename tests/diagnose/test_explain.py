@@ -5,11 +5,9 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import os
 import socket
 import subprocess
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import tiny
 from muster.cli.explain import explain as explain_command
 from muster.diagnose.explain import (
     cause_and_cure,
@@ -27,6 +26,7 @@ from muster.diagnose.explain import (
     explain_stream,
 )
 from muster.errors import MusterError
+from processes import muster, runs_module, start, until
 
 LOGS = Path(__file__).with_name("logs")
 
@@ -94,17 +94,11 @@ dist.all_reduce(torch.ones(2))
 
 def torchrun(folder: Path, *arguments: str) -> str:
     (folder / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode != 0
-    return done.stdout
+    command = ["torchrun", "--nproc-per-node=2", *arguments]
+    process = start(command, folder)
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode != 0
+    return said
 
 
 def test_torchrun_a_rank_that_raises_is_named_and_not_the_one_it_left_alone(tmp_path):
@@ -241,27 +235,15 @@ def test_words_of_one_error_have_a_cause_and_a_cure():
 def killed_run(tmp_path_factory) -> Path:
     """A real run whose rank 1 was killed, with no restart allowed."""
     folder = tmp_path_factory.mktemp("killed")
-    small = ["training.steps=4000", "data.max_parquet_files=1", "distributed.max_restarts=0"]
-    subprocess.run(
-        [sys.executable, "-m", "muster", "train", "speech", *small, "--gpus", "2", "--detach"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        timeout=120,
-    )
+    recipe = tiny.write(folder)
+    words = [recipe, tiny.LONG, "distributed.max_restarts=0", "--gpus", "2", "--detach"]
+    muster("train", *words, folder=folder)
     run = folder / "runs" / "latest"
-    limit = time.monotonic() + 120
-    while not (run / "metrics.jsonl").is_file():
-        assert time.monotonic() < limit, (run / "ranks" / "0.log").read_text()
-        time.sleep(0.05)
+    until((run / "metrics.jsonl").is_file)
     supervisor = psutil.Process(json.loads((run / "run.json").read_text())["pid"])
-    ranks = {
-        p.environ().get("RANK"): p for p in supervisor.children() if "muster.worker" in p.cmdline()
-    }
-    ranks["1"].kill()
-    while json.loads((run / "run.json").read_text())["state"] != "failed":
-        assert time.monotonic() < limit
-        time.sleep(0.05)
+    ranks = [p for p in supervisor.children() if runs_module(p, "muster.worker")]
+    max(ranks, key=lambda p: p.pid).kill()  # rank 1, which is started after rank 0
+    until(lambda: json.loads((run / "run.json").read_text())["state"] == "failed")
     return run.resolve()
 
 

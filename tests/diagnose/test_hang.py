@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from hang_ranks import SCENES, SLEEP_S, STALL_S
 from muster.diagnose.hang import Hang, analyse, last_line
 from muster.observe import heartbeat
 from muster.observe.heartbeat import GRACE_S, STALLED, TICK_S
+from processes import run
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,7 @@ def scenes(tmp_path_factory) -> dict[str, tuple[Path, dict[str, int], float]]:
     """Of each scene: its folder, the ranks' exit codes, and the seconds until the first had ended."""
     root = tmp_path_factory.mktemp("scenes")
     script = Path(__file__).with_name("hang_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(root)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    done = run([sys.executable, script, root])
     told = json.loads(done.stdout)
     return {scene: (root / scene, told[scene]["codes"], told[scene]["seconds"]) for scene in SCENES}
 

@@ -2,130 +2,104 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from muster import runs
-from muster.observe.results import read_lines
 from muster.runs import Run
+from processes import MUSTER, runs_module, start, until
+from tiny import LONG, STEPS, losses
 
-STEPS = 8
-SMALL = [
-    f"training.steps={STEPS}",
-    "training.global_batch_size=8",
-    "checkpoint.every_steps=2",
-    "data.max_parquet_files=1",
-    "evaluation.every_steps=null",
-    "evaluation.final=false",
-    "logging.tensorboard=false",
-]
-MUSTER = ["-m", "muster", "train", "speech", *SMALL]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-
-
-def start(command: list[str], folder: Path, **env: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **env},
-    )
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_lines(folder / "runs" / "latest" / "metrics.jsonl")]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *MUSTER]
 
 
 def the_run(folder: Path) -> Run:
     return runs.find("latest", folder / "runs")
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> list[float]:
-    folder = tmp_path_factory.mktemp("alone")
-    process = start([sys.executable, *MUSTER, "--gpus", "1"], folder)
-    said = process.communicate(timeout=200)[0]
-    assert process.returncode == 0, said
-    return losses(folder)
+def said_of(folder: Path) -> list[float]:
+    return losses(folder / "runs" / "latest")
+
+
+def as_alone(undisturbed) -> object:
+    return pytest.approx([line["loss"] for line in undisturbed(1)[:STEPS]], rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("command", "env"),
     [
-        pytest.param([*TORCHRUN, *MUSTER], {}, id="torchrun"),
+        pytest.param([*TORCHRUN, *MUSTER[1:]], {}, marks=pytest.mark.guides, id="torchrun"),
         pytest.param(
-            [*MPIRUN, *MUSTER],
+            MPIRUN,
             {},
-            marks=pytest.mark.skipif(
-                not shutil.which("mpirun"), reason="Open MPI is not installed"
-            ),
+            marks=[
+                pytest.mark.guides,
+                pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed"),
+            ],
             id="mpirun",
         ),
         pytest.param(
-            [DEEPSPEED, "--num_gpus=2", "--module", *MUSTER[1:]],
+            [DEEPSPEED, "--num_gpus=2", "--module", "muster"],
             {"DS_ACCELERATOR": "cpu"},
-            marks=pytest.mark.skipif(
-                not Path(DEEPSPEED).exists(), reason="DeepSpeed is not installed"
-            ),
+            marks=[
+                pytest.mark.guides,
+                pytest.mark.skipif(
+                    not Path(DEEPSPEED).exists(), reason="DeepSpeed is not installed"
+                ),
+            ],
             id="deepspeed",
         ),
     ],
 )
-def test_ranks_that_someone_else_started_train_alike(alone, tmp_path, command, env):
-    process = start(command, tmp_path, **env)
+def test_ranks_that_someone_else_started_train_alike(undisturbed, recipe, tmp_path, command, env):
+    """New interpreters, as each launcher starts them."""
+    process = start([*command, "train", recipe], tmp_path, real=True, env=env)
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert the_run(tmp_path).state() == "finished"
     assert the_run(tmp_path).info()["ranks"] == 2
-    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    assert said_of(tmp_path) == as_alone(undisturbed)
 
 
-def test_ranks_that_torchrun_starts_again_go_on_in_their_run(alone, tmp_path):
-    process = start([*TORCHRUN, "--max-restarts=2", *MUSTER], tmp_path)
-    while len(losses(tmp_path)) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe, tmp_path):
+    command = [*TORCHRUN, "--max-restarts=2", *MUSTER[1:], "train", recipe]
+    process = start([*command, "training.steps=18"], tmp_path)
+    until(lambda: len(said_of(tmp_path)) > 7 or process.poll() is not None)
     psutil.Process(process.pid).children()[1].kill()
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert len(runs.every(tmp_path / "runs")) == 1
     assert "resumed at step" in said
-    assert losses(tmp_path) == pytest.approx(alone, rel=1e-5)
+    alone = [line["loss"] for line in undisturbed(1)[:18]]
+    assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("number", "to"), [(signal.SIGTERM, "supervisor"), (signal.SIGUSR1, "rank 1")]
 )
-def test_a_signal_asks_for_a_checkpoint_at_the_next_step(tmp_path, number, to):
-    process = start([sys.executable, *MUSTER, "training.steps=2000", "--gpus", "2"], tmp_path)
-    while len(losses(tmp_path)) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.01)
+def test_a_signal_asks_for_a_checkpoint_at_the_next_step(recipe, tmp_path, number, to):
+    process = start([*MUSTER, "train", recipe, LONG, "--gpus", "2"], tmp_path)
+    until(lambda: len(said_of(tmp_path)) > 2 or process.poll() is not None)
     supervisor = psutil.Process(the_run(tmp_path).info()["pid"])
-    workers = [p for p in supervisor.children() if "muster.worker" in p.cmdline()]
+    workers = [p for p in supervisor.children() if runs_module(p, "muster.worker")]
     (supervisor if to == "supervisor" else workers[1]).send_signal(number)
     said = process.communicate(timeout=60)[0]
     assert the_run(tmp_path).state() == "stopped", said
     assert process.returncode == (143 if to == "supervisor" else 0)
-    done = len(losses(tmp_path))
+    done = len(said_of(tmp_path))
     manifest = the_run(tmp_path).path / "checkpoints" / f"step-{done}" / "manifest.json"
     assert manifest.exists()
 
 
-def test_a_process_that_is_a_rank_already_starts_no_others(tmp_path):
-    process = start([*TORCHRUN, *MUSTER, "--gpus", "2"], tmp_path)
+def test_a_process_that_is_a_rank_already_starts_no_others(recipe, tmp_path):
+    process = start([*TORCHRUN, *MUSTER[1:], "train", recipe, "--gpus", "2"], tmp_path)
     said = process.communicate(timeout=100)[0]
     assert process.returncode != 0
     assert "torchrun has started 2 ranks already" in said

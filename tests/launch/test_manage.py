@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,29 +13,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+import processes
 from muster import runs
 from muster.observe.results import read_lines
 from muster.runs import Run
+from processes import python_path, runs_module, until
+from tiny import LONG, losses
 from training import run_training
-
-SMALL = [
-    "training.steps=2000",
-    "training.global_batch_size=16",
-    "training.per_device_batch_size=8",
-    "checkpoint.every_steps=2",
-    "data.max_parquet_files=1",
-    "data.max_seconds=1.4",
-    "evaluation.every_steps=null",
-    "evaluation.final=false",
-    "logging.tensorboard=false",
-]
 
 PLANT = """
 import os, resource, sys
 if "muster.worker" in sys.orig_argv and os.environ.get("RANK") == "1":
     import psutil, torch
-    from muster.tasks.speech_ctc import SpeechCTC
-    right, calls, EACH = SpeechCTC.loss, [], 2**29
+    from muster.tasks.causal_lm import CausalLM
+    right, calls, EACH = CausalLM.loss, [], 2**29
 
     def loss(self, output, batch):
         calls.append(len(batch.ids))
@@ -47,39 +37,27 @@ if "muster.worker" in sys.orig_argv and os.environ.get("RANK") == "1":
             torch.empty(len(batch.ids) * EACH, dtype=torch.uint8)
         return right(self, output, batch)
 
-    SpeechCTC.loss = loss
+    CausalLM.loss = loss
 """
 
 
 def muster(
     *arguments: str, folder: Path, code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "muster", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **variables},
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    return processes.muster(*arguments, folder=folder, code=code, env=variables)
 
 
-def start(folder: Path, *overrides: str) -> Run:
-    muster("train", "speech", *SMALL, *overrides, "--gpus", "2", "--detach", folder=folder)
+def start(recipe: str, folder: Path) -> Run:
+    muster("train", recipe, LONG, "--gpus", "2", "--detach", folder=folder)
     run = runs.find("latest", folder / "runs")
-    limit = time.monotonic() + 120
-    while run.last_metrics().get("step", 0) < 2:
-        assert time.monotonic() < limit
-        assert run.state() in runs.ALIVE, run.info()
-        time.sleep(0.05)
+    until(lambda: run.last_metrics().get("step", 0) >= 2 or run.state() not in runs.ALIVE)
+    assert run.state() == "running", run.info()
     return run
 
 
 @pytest.fixture(scope="module")
-def going(tmp_path_factory) -> Iterator[Run]:
-    run = start(tmp_path_factory.mktemp("going"))
+def going(recipe, tmp_path_factory) -> Iterator[Run]:
+    run = start(recipe, tmp_path_factory.mktemp("going"))
     yield run
     for process in run.processes():
         process.kill()
@@ -96,12 +74,10 @@ def test_runs_lists_state_age_ranks_step_and_loss(going):
 
 
 def test_watching_shows_every_rank_and_leaves_the_run_alone(going):
-    watcher = subprocess.Popen(
-        [sys.executable, "-u", "-m", "muster", "watch", going.name],
-        cwd=going.path.parent.parent,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "COLUMNS": "200"},
+    watcher = processes.start(
+        [*processes.MUSTER, "watch", going.name],
+        going.path.parent.parent,
+        env={"PYTHONUNBUFFERED": "1"},
     )
     seen = ""
     while "rank 1" not in seen.replace("rank 1/", ""):
@@ -128,18 +104,18 @@ def test_stopping_saves_and_says_how_to_go_on(going):
     assert f"{going.name} is not running: it is stopped; go on:" in again.stderr
 
 
-def test_a_run_that_does_not_answer_is_killed_with_all_its_ranks(tmp_path):
-    run = start(tmp_path)
-    processes = run.processes()
-    ranks = [p for p in processes if "muster.worker" in p.cmdline()]
+def test_a_run_that_does_not_answer_is_killed_with_all_its_ranks(recipe, tmp_path):
+    run = start(recipe, tmp_path)
+    everyone = run.processes()
+    ranks = [p for p in everyone if runs_module(p, "muster.worker")]
     assert len(ranks) == 2
-    for process in (ranks[1], processes[0]):
+    for process in (ranks[1], everyone[0]):
         process.suspend()
     said = muster("stop", "latest", "--wait", "1", folder=tmp_path).stdout
     assert "stopped, its processes killed: they answered neither a request nor SIGTERM" in said
     assert run.state() == "stopped"
-    psutil.wait_procs(processes, timeout=10)
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+    psutil.wait_procs(everyone, timeout=10)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in everyone)
 
 
 def made(folder: Path, **info: object) -> Run:
@@ -168,27 +144,29 @@ def test_a_folder_without_runs_and_a_step_without_a_loss_are_no_stack_trace(tmp_
     assert "not finite" in muster("runs", folder=tmp_path).stdout
 
 
-SHORT = "training.steps=4"
+SHORT = ["training.steps=4", "training.global_batch_size=16", "checkpoint.every_steps=2"]
+SHORT += ["training.on_oom=shrink", "checkpoint.asynchronous=false"]
 
 
 @pytest.fixture(scope="module")
-def smaller(ranks, tmp_path_factory) -> dict[int, list[float]]:
+def smaller(ranks, recipe, tmp_path_factory) -> dict[int, list[float]]:
     """Losses of runs that take four samples at a time from the start, by world size."""
-    overrides = [*SMALL, SHORT, "training.per_device_batch_size=4"]
+    overrides = [*SHORT, "training.per_device_batch_size=4"]
     folders = {world: str(tmp_path_factory.mktemp(f"fresh{world}")) for world in (1, 2)}
-    lines = {world: ranks(world)(run_training, folders[world], overrides)[0] for world in folders}
-    return {world: [line["loss"] for line in lines[world]] for world in lines}
+    found = {w: ranks(w)(run_training, folders[w], overrides, recipe)[0] for w in folders}
+    return {world: [line["loss"] for line in lines] for world, lines in found.items()}
 
 
-@pytest.mark.parametrize(("calls", "saved"), [(1, 0), (4, 2)])
-def test_ranks_start_again_smaller_when_one_of_them_has_no_room(smaller, tmp_path, calls, saved):
+@pytest.mark.parametrize(("calls", "saved"), [pytest.param(1, 0, marks=pytest.mark.full), (4, 2)])
+def test_ranks_start_again_smaller_when_one_of_them_has_no_room(
+    smaller, recipe, tmp_path, calls, saved
+):
     """Rank 1 alone may not hold more than five samples: in the trial before the first step, or, as
     the plant gets hungry with its fourth micro-batch, in step 3, just after a checkpoint."""
     (tmp_path / "sitecustomize.py").write_text(PLANT)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    words = [SHORT, "training.on_oom=shrink", "checkpoint.asynchronous=false", "--gpus", "2"]
-    variables = {"PYTHONPATH": path, "HUNGRY_FROM": str(calls), "MALLOC_ARENA_MAX": "2"}
-    said = muster("train", "speech", *SMALL, *words, folder=tmp_path, **variables).stdout
+    variables = {"HUNGRY_FROM": str(calls), **python_path(tmp_path)}
+    words = [*SHORT, "training.per_device_batch_size=8", "--gpus", "2"]
+    said = muster("train", recipe, *words, folder=tmp_path, **variables).stdout
     run = runs.find("latest", tmp_path / "runs")
     when = f"step {saved + 1}" if saved else r"step \d \(tried ahead\)"
     words = f"out of memory at {when} on rank 1: 8 → 4 samples at a time; all ranks start again"
@@ -198,6 +176,5 @@ def test_ranks_start_again_smaller_when_one_of_them_has_no_room(smaller, tmp_pat
     assert run.info()["restarts"] == 0, "not counted among those of killed ranks"
     assert run.results()["planned"]["gradient_accumulation_steps"] == 2
     assert len(run.results()["shrunk"]) == 1
-    got = [line["loss"] for line in read_lines(run.path / "metrics.jsonl")]
-    assert got == pytest.approx(smaller[1], rel=1e-5)
-    assert got == (pytest.approx(smaller[2], rel=1e-5) if saved else smaller[2])
+    assert losses(run) == pytest.approx(smaller[1], rel=1e-5)
+    assert losses(run) == (pytest.approx(smaller[2], rel=1e-5) if saved else smaller[2])

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,35 +22,28 @@ from muster.observe.results import STOP_FILE, read_lines
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.runs import ALIVE_FILE, Run
+from tiny import LONG, losses, slow_steps
 
-STEPS = 12
-SMALL = [
-    f"training.steps={STEPS}",
-    "training.global_batch_size=8",
-    "checkpoint.every_steps=100",
-    "data.max_parquet_files=1",
-    "evaluation.every_steps=null",
-    "evaluation.final=false",
-    "logging.tensorboard=false",
-    "slurm.cpus_per_rank=1",
-]
+STEPS = 40
 
 
 def job(
-    folder: Path, *words: str, gpus: bool = False, nodes: int = 2, ranks: int = 1
+    folder: Path,
+    *words: str,
+    recipe: str = "speech",
+    gpus: bool = False,
+    nodes: int = 2,
+    ranks: int = 1,
 ) -> ClusterJob:
     """A run directory ready to be handed in, as `muster train --on slurm` makes it."""
-    recipe = load("speech", [*SMALL, *words])
+    few = ["slurm.cpus_per_rank=1", f"training.steps={STEPS}", "checkpoint.every_steps=100"]
+    loaded = load(recipe, [*few, *words])
     (folder / "ranks").mkdir(parents=True)
-    (folder / "recipe.yaml").write_text(to_yaml(recipe))
+    (folder / "recipe.yaml").write_text(to_yaml(loaded))
     run = Run(folder)
     run.update(state="starting", created=time.time())
     run.own()
-    return ClusterJob(folder, recipe, nodes, ranks, gpus)
-
-
-def losses(run: Run) -> list[float]:
-    return [line["loss"] for line in read_lines(run.path / "metrics.jsonl")]
+    return ClusterJob(folder, loaded, nodes, ranks, gpus)
 
 
 def until(condition, run: Run, limit: float = 200.0) -> None:
@@ -162,21 +156,8 @@ def cluster() -> Iterator[one_machine.Slurm]:
     with one_machine.start() as started, pytest.MonkeyPatch.context() as patch:
         for name, value in started.variables.items():
             patch.setenv(name, value)
-        patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(slurm, "ASK_EVERY_S", 0.5)
         yield started
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster, tmp_path_factory) -> list[float]:
-    """Losses of the recipe on two nodes, one task per node, that nobody interrupts."""
-    one = job(tmp_path_factory.mktemp("calm") / 'a run\'s "own" folder')
-    slurm.submit(one)
-    follow(Run(one.run))
-    assert Run(one.run).state() == "finished"
-    found = losses(Run(one.run))
-    assert len(found) == STEPS
-    return found
 
 
 def follow(run: Run, limit: float = 200.0) -> list[str]:
@@ -206,8 +187,8 @@ def restarts(cluster: one_machine.Slurm, run: Run) -> int:
 @pytest.mark.parametrize(
     ("interrupt", "tasks", "steps"),
     [
-        (preempt, "node", 2),
-        (warn_batch_script, "gpu", 2),
+        pytest.param(preempt, "node", 2, marks=pytest.mark.guides),  # by a real srun
+        pytest.param(warn_batch_script, "gpu", 2, marks=pytest.mark.full),
         pytest.param(warn_batch_script, "node", 2, marks=pytest.mark.full),
         pytest.param(preempt, "gpu", 2, marks=pytest.mark.full),
         pytest.param(preempt, "gpu", 0, marks=pytest.mark.full),
@@ -215,10 +196,12 @@ def restarts(cluster: one_machine.Slurm, run: Run) -> int:
     ],
 )
 def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
-    cluster, undisturbed, tmp_path, interrupt, tasks, steps
+    cluster, recipe, undisturbed, tmp_path, interrupt, tasks, steps
 ):
     """At a preemption the tasks are told, near the time limit the batch script."""
-    one = job(tmp_path / "r", f"slurm.tasks={tasks}")
+    folder = tmp_path / 'a run\'s "own" folder'
+    slow = slow_steps(tmp_path)
+    one = replace(job(folder, f"slurm.tasks={tasks}", recipe=recipe), environment=slow)
     run = Run(one.run)
     number = slurm.submit(one)
     until(lambda: run.info()["state"] != "queued" and len(losses(run)) >= steps, run)
@@ -229,11 +212,12 @@ def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
     assert f"queueing job {number} again" in (run.path / f"slurm-{number}.log").read_text()
     resumed = [e["step"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "resumed"]
     assert resumed or not steps, "it did not save before it went"
-    assert losses(run) == undisturbed
+    assert losses(run) == [line["loss"] for line in undisturbed(2)]
 
 
-def test_a_run_that_its_user_stops_is_not_queued_again(cluster, tmp_path):
-    one = job(tmp_path / "r", "training.steps=500", nodes=1, ranks=2)
+@pytest.mark.full
+def test_a_run_that_its_user_stops_is_not_queued_again(cluster, recipe, tmp_path):
+    one = job(tmp_path / "r", LONG, recipe=recipe, nodes=1, ranks=2)
     run = Run(one.run)
     number = slurm.submit(one)
     until(lambda: len(losses(run)) >= 2, run)
@@ -244,8 +228,9 @@ def test_a_run_that_its_user_stops_is_not_queued_again(cluster, tmp_path):
     assert restarts(cluster, run) == 0
 
 
+@pytest.mark.full
 def test_a_run_that_fails_is_told_by_its_rank_and_not_queued_again(cluster, tmp_path):
-    words = ["slurm.tasks=gpu", "data.tokenizer.characters=abc"]
+    words = ["slurm.tasks=gpu", "data.tokenizer.characters=abc", "data.max_parquet_files=1"]
     one = job(tmp_path / "r", *words, nodes=1, ranks=2)
     run = Run(one.run)
     slurm.submit(one)
@@ -255,10 +240,11 @@ def test_a_run_that_fails_is_told_by_its_rank_and_not_queued_again(cluster, tmp_
     assert restarts(cluster, run) == 0
 
 
+@pytest.mark.full
 def test_a_rank_killed_under_srun_is_named_and_not_those_that_lost_their_connection_to_it(
-    cluster, tmp_path
+    cluster, recipe, tmp_path
 ):
-    one = job(tmp_path / "r", "slurm.tasks=gpu", "training.steps=500", nodes=1, ranks=2)
+    one = job(tmp_path / "r", "slurm.tasks=gpu", LONG, recipe=recipe, nodes=1, ranks=2)
     run = Run(one.run)
     slurm.submit(one)
     until(lambda: len(losses(run)) >= 2, run)
@@ -270,10 +256,11 @@ def test_a_rank_killed_under_srun_is_named_and_not_those_that_lost_their_connect
     assert run.info()["failure"]["signal"] == "SIGKILL"
 
 
+@pytest.mark.full
 def test_a_warning_before_the_first_step_ends_the_run_instead_of_queueing_it_for_ever(
     cluster, tmp_path
 ):
-    one = job(tmp_path / "r", nodes=1)
+    one = job(tmp_path / "r", "data.max_parquet_files=1", nodes=1)
     run = Run(one.run)
     slurm.submit(one)
     until(lambda: (run.path / ALIVE_FILE).exists(), run)

@@ -5,6 +5,5 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def _same_every_time(one_thread: None) -> None:
-    """One seed; and one thread, since these tensors are too small to be worth two."""
+def _same_every_time() -> None:
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ def test_the_plan_names_blocks_that_the_model_has(preset):
         assert sum(type(m).__name__ == name for m in model.modules()) >= 2
 
 
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth", [18, pytest.param(50, marks=pytest.mark.full)])
 def test_state_dicts_bear_torchvisions_names(depth):
     with torch.device("meta"):
         names = list(ResNet(ResNetConfig(depth)).state_dict())

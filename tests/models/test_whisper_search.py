@@ -74,7 +74,7 @@ def small(seed: int, ending: float) -> WhisperForConditionalGeneration:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize("beams", [1, pytest.param(2, marks=pytest.mark.full), 5])
 def test_small_models_say_what_they_say_in_transformers(case: str, beams: int, tmp_path: Path):
     lengths = set()
     for seed in range(3):
@@ -211,6 +211,7 @@ def tiny() -> tuple[Whisper, WhisperForConditionalGeneration]:
 
 @needs_whisper
 @needs_speech
+@pytest.mark.full
 @pytest.mark.parametrize(("beams", "timestamps"), [(1, False), (1, True), (5, False)])
 @torch.no_grad()
 def test_tiny_en_hears_what_it_hears_in_transformers(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from muster.observe.profile import Profile, window
 from muster.observe.results import STOP_FILE, read_lines, summarise_metrics
 from muster.observe.trace import read, summarise
 from muster.train.loop import train
+from processes import muster
 from training import make_job
 
 SMALL = [
@@ -53,15 +51,7 @@ def command_line(tmp_path_factory) -> tuple[Path, str]:
         *SMALL,
     ]
     words += ["data.sequence_length=64"]
-    done = subprocess.run(
-        [sys.executable, "-m", "muster", *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = muster(*words, folder=folder)
     return folder / "runs" / "latest", done.stdout
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import shutil
 import tempfile
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,11 +111,24 @@ def test_the_classes_named_are_wrapped(ranks):
     assert found == other == ["", *inner]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_compiled_blocks_share_one_graph_and_give_the_same_gradient():
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor",  # the default; its first compilation takes a minute
+            marks=[
+                pytest.mark.full,
+                pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ on a CPU"),
+            ],
+        ),
+    ],
+)
+def test_compiled_blocks_share_one_graph_and_give_the_same_gradient(monkeypatch, backend):
     loss, gradients = run(SMALL)
     torch._dynamo.reset()
     counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     again, same = run(SMALL, compile=True)
     assert counters["stats"]["unique_graphs"] == 2  # of a block, and of the head
     assert again == pytest.approx(loss, rel=1e-5)

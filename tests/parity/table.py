@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import few_clips
 from muster import models
 from muster.check.parity import Course, course, short_recipe
 from muster.models.decoder import DecoderConfig
@@ -57,26 +58,30 @@ RECIPES = {
     "whisper": "whisper-micro",
 }
 BATCH = 18
+STEPS = "training.steps=3"
 
 
 def overrides_for(model: str, corpus: str) -> list[str]:
     if model == "lmu":
         return [
-            "data.cache_gib=0.1",
+            STEPS,
+            f"data.train={few_clips.folder()}",
             "evaluation.decoder=greedy",
             "evaluation.ngram=null",
             "evaluation.known_words=false",
-            "training.global_batch_size=16",
+            "training.global_batch_size=8",
             "training.lr=3e-4",
         ]
     if model == "whisper":
         return [
+            STEPS,
             "model.preset=whisper-uneven",
-            "data.cache_gib=0.1",
+            f"data.train={few_clips.folder()}",
             "training.global_batch_size=18",
             "training.lr=3e-4",
         ]
     return [
+        STEPS,
         f"model.preset={model}-uneven",
         f"data.train={corpus}",
         "data.sequence_length=24",

@@ -10,13 +10,17 @@ HYBRID = ("distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pi
 ISOLATED = ("data.isolate_documents=true",)
 
 
+FSDP = ("distributed.strategy=fsdp",)
+
+
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [(4, HYBRID), (2, ("distributed.strategy=fsdp",))],
-    ids=["tensor × pipeline", "fsdp"],
-)
-@pytest.mark.parametrize(
-    ("model", "options"), [("window", ()), ("gpt", ISOLATED)], ids=["window", "isolated"]
+    ("model", "options", "world", "layout"),
+    [
+        pytest.param("window", (), 4, HYBRID, id="window-hybrid", marks=pytest.mark.full),
+        pytest.param("gpt", ISOLATED, 2, FSDP, id="isolated-fsdp"),
+        pytest.param("gpt", ISOLATED, 4, HYBRID, id="isolated-hybrid", marks=pytest.mark.full),
+        pytest.param("window", (), 2, FSDP, id="window-fsdp", marks=pytest.mark.full),
+    ],
 )
 def test_masks_reach_every_layer_of_every_layout(course_of, model, options, world, layout):
     alone = course_of(model, 1, options)

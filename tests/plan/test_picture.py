@@ -40,7 +40,7 @@ def fills(path: Path) -> list[str]:
     return [colour.upper() for colour in found]
 
 
-@pytest.mark.parametrize("bars", [1, 4, 16])
+@pytest.mark.parametrize("bars", [4, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 16))])
 def test_memory_shows_every_bar_part_and_total(tmp_path, bars):
     files = draw_memory(tmp_path / "memory", stacks(bars, 8, 8, 16, 20, 1.5), 79.1, "The plan")
     assert files == [tmp_path / "memory.png", tmp_path / "memory.svg"]

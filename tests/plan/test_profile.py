@@ -42,8 +42,23 @@ def whole(thing, way: Way, rows: int):
     return camera.take(depths_of(thing), rows)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("model", MODELS)
+# Every way but the plainest once; each pair with --full.
+ORDINARY = {("gpt", "selective"), ("llama", "rounded"), ("whisper", "full"), ("lmu", "fp32")}
+
+
+@pytest.mark.parametrize(
+    ("model", "way"),
+    [
+        pytest.param(
+            model,
+            way,
+            id=f"{model}-{name}",
+            marks=() if (model, name) in ORDINARY else pytest.mark.full,
+        )
+        for model in MODELS
+        for name, way in WAYS.items()
+    ],
+)
 def test_two_blocks_and_a_third_tell_of_all(model, way):
     thing, rows = subject(*MODELS[model]), 5
     load = record(thing, way).load(depths_of(thing), rows)
@@ -60,6 +75,7 @@ def test_two_blocks_and_a_third_tell_of_all(model, way):
         assert told == pytest.approx(highest, rel=0.005)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_is_highest_for_few_samples_is_not_what_is_for_many(mode):
     """Few short sequences: the embedding's gradient. Many: the logits."""

@@ -18,19 +18,20 @@ from plan.subjects import GPT, LLAMA, planner, subject
 def least(thing, gpus: int, layout: Layout) -> float:
     """GiB without which the layout does not fit."""
     plans = planner(thing, gpus)
-    needs = [plans.weigh(c).need.total for c in _Search(plans, True)._choices(layout, False)]
+    needs = [plans.weigh(c).need.total for c in _Search(plans, False)._choices(layout, False)]
     return min(needs) / GIB / (1 - MARGIN)
 
 
-def test_a_model_that_fits_is_replicated():
-    found = search(planner(subject(*GPT), 8))
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_model_that_fits_is_replicated(thorough):
+    found = search(planner(subject(*GPT), 8), thorough=thorough)
     assert found.best is not None
     assert found.best.strategy == "ddp"
     assert found.best.choice.checkpointing == "none"
 
 
 def test_one_device_needs_no_strategy():
-    found = search(planner(subject(*GPT), 1))
+    found = search(planner(subject(*GPT), 1), thorough=False)
     assert found.best is not None
     assert found.best.strategy == "single"
     assert report.settings(found.best)[0].startswith("training.per_device_batch_size=")
@@ -38,7 +39,7 @@ def test_one_device_needs_no_strategy():
 
 def test_a_smaller_device_takes_smaller_micro_batches():
     thing = subject(*GPT)
-    large = search(planner(thing)).best
+    large = search(planner(thing), thorough=False).best
     assert large is not None
     assert (large.choice.rows, large.choice.accumulation) == (64, 1)
     gib = large.need.total / GIB  # without the margin
@@ -52,7 +53,7 @@ def test_a_copy_that_does_not_fit_is_sharded():
     thing = subject(*GPT)
     ddp, fsdp = (least(thing, 8, Layout(**{axis: 8})) for axis in ("replicate", "shard"))
     assert fsdp < ddp
-    found = search(planner(thing, 8, gib=(ddp + fsdp) / 2))
+    found = search(planner(thing, 8, gib=(ddp + fsdp) / 2), thorough=False)
     assert found.best is not None
     assert found.best.strategy in ("fsdp", "zero2", "zero3")
     assert "needs" in found.rejected["ddp"]
@@ -72,10 +73,11 @@ def test_ties_go_to_the_simpler():
     assert rank([clearly, other])[0] is other
 
 
-def test_nothing_fits_and_it_is_said_what_would_help():
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_nothing_fits_and_it_is_said_what_would_help(thorough):
     thing = subject(*LLAMA)
     plans = planner(thing, 2, gib=1.0)
-    found = search(plans)
+    found = search(plans, thorough=thorough)
     assert found.best is None
     assert found.closest is not None
     words = "; ".join(report.cures(plans, found))
@@ -101,8 +103,7 @@ def test_what_a_model_cannot_be_cut_into_is_said_once():
 
 def test_adapters_are_only_sharded_or_replicated():
     thing = subject(*LLAMA, "model.lora.rank=4")
-    plans = planner(thing, 8)
-    found = search(plans)
+    found = search(planner(thing, 8), thorough=False)
     assert found.best is not None
     assert {plan.strategy for plan in found.plans} <= {"ddp", "fsdp", "hsdp"}
     assert "adapters" in found.rejected["zero1, zero2, zero3"]
@@ -110,19 +111,20 @@ def test_adapters_are_only_sharded_or_replicated():
 
 def test_a_strategy_that_is_asked_for_is_the_only_one_weighed():
     thing = subject(*LLAMA, "distributed.strategy=fsdp")
-    assert {plan.strategy for plan in search(planner(thing, 4)).plans} == {"fsdp"}
+    found = search(planner(thing, 4), thorough=False)
+    assert {plan.strategy for plan in found.plans} == {"fsdp"}
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(replicate=8),
         Layout(shard=8),
-        Layout(replicate=2, shard=4),
-        Layout(shard=8, zero=3),
-        Layout(tensor=2, shard=4),
-        Layout(pipeline=4, shard=2),
-        Layout(pipeline=2, tensor=2, shard=2),
+        pytest.param(Layout(replicate=8), marks=pytest.mark.full),
+        pytest.param(Layout(replicate=2, shard=4), marks=pytest.mark.full),
+        pytest.param(Layout(shard=8, zero=3), marks=pytest.mark.full),
+        pytest.param(Layout(tensor=2, shard=4), marks=pytest.mark.full),
+        pytest.param(Layout(pipeline=4, shard=2), marks=pytest.mark.full),
+        pytest.param(Layout(pipeline=2, tensor=2, shard=2), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -141,7 +143,7 @@ def test_the_settings_make_train_do_as_planned(layout):
 
 def test_the_answer_is_told_as_the_guides_tree():
     plans = planner(subject(*GPT), 8)
-    lines = report.tree(plans, search(plans))
+    lines = report.tree(plans, search(plans, thorough=False))
     assert lines[0].startswith("Does one copy fit on one NVIDIA H100")
     assert "DDP, the simplest" in lines[1]
     assert lines[-2].startswith("Chosen: replicate 8") or lines[-1].startswith(
@@ -151,7 +153,7 @@ def test_the_answer_is_told_as_the_guides_tree():
 
 def test_the_arithmetic_names_every_part():
     plans = planner(subject(*GPT), 4)
-    best = search(plans).best
+    best = search(plans, thorough=False).best
     assert best is not None
     text = "\n".join(report.arithmetic(plans, best))
     for word in ("weights", "gradients", "averages", "activations", "buffers", "slack", "context"):

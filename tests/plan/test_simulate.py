@@ -168,7 +168,12 @@ def in_all(sent: Counter[Sent]) -> Counter[str]:
     return total
 
 
-@pytest.mark.parametrize("name", CASES)
+ORDINARY = ("ddp", "tensor", "pipeline tied", "fsdp frozen")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ORDINARY else pytest.mark.full) for n in CASES]
+)
 def test_a_fake_cluster_sends_and_holds_what_real_ranks_do(ranks, name):
     task, distributed, world, count, precision = CASES[name]
     real = ranks(world)(on_ranks, task, distributed, count, precision)
@@ -211,6 +216,7 @@ def test_the_optimizers_state_and_gradients_are_there_at_the_peak():
         assert size <= found.at_peak[part] <= size + 512 * 3 * 100  # allocations are rounded up
 
 
+@pytest.mark.full
 def test_gathered_weights_are_given_up_after_each_block():
     few, many = (simulated(wide(layers), {"strategy": "fsdp"}, 4) for layers in (4, 8))
     assert many.at_peak["buffers"] == pytest.approx(few.at_peak["buffers"], rel=0.02)
@@ -222,6 +228,7 @@ def test_gathered_weights_are_given_up_after_each_block():
     assert kept.at_peak["buffers"] > 1.5 * many.at_peak["buffers"]
 
 
+@pytest.mark.full
 def test_checkpointing_frees_activations_and_repeats_messages_of_tensor_ranks():
     distributed = hybrid(tensor=2, shard=2)
     plain, again = (
@@ -233,6 +240,7 @@ def test_checkpointing_frees_activations_and_repeats_messages_of_tensor_ranks():
     assert again.totals["all_gather"][0] > plain.totals["all_gather"][0]
 
 
+@pytest.mark.full
 def test_earlier_stages_hold_more_micro_batches():
     first, last = (
         simulated(LLAMA, {"strategy": "pipeline"}, 4, rank, count=8, rows=64) for rank in (0, 3)
@@ -243,6 +251,7 @@ def test_earlier_stages_hold_more_micro_batches():
     assert {s.phase for s in first.sent if s.kind in ("send", "recv")} == {"pipeline"}
 
 
+@pytest.mark.full
 def test_offloaded_shards_are_the_hosts():
     here = simulated(LLAMA, {"strategy": "fsdp"}, 2)
     away = simulated(LLAMA, {"strategy": "fsdp", "fsdp": {"cpu_offload": True}}, 2)
@@ -252,6 +261,7 @@ def test_offloaded_shards_are_the_hosts():
     assert away.sent == here.sent
 
 
+@pytest.mark.full
 def test_a_compiled_model_sends_the_same_and_keeps_less():
     plain = simulated(LLAMA, {"strategy": "fsdp"}, 2, rows=64)
     compiled = simulated(LLAMA, {"strategy": "fsdp"}, 2, rows=64, compile=True)
@@ -279,6 +289,7 @@ def micro(layout: Layout, ranks: Sequence[int] | None = None, **sizes: int) -> l
     )
 
 
+@pytest.mark.full
 def test_each_rank_is_simulated_in_a_process_of_its_own():
     first, last = micro(Layout(pipeline=2, shard=2), pieces=2)
     assert (first.rank, last.rank) == (0, 2)
@@ -288,6 +299,7 @@ def test_each_rank_is_simulated_in_a_process_of_its_own():
     assert not dist.is_initialized()
 
 
+@pytest.mark.full
 def test_a_childs_refusal_comes_out_in_its_own_words():
     with pytest.raises(RecipeError, match=r"^distributed\.tensor: 3 does not divide the"):
         micro(Layout(tensor=3))
@@ -295,6 +307,7 @@ def test_a_childs_refusal_comes_out_in_its_own_words():
         micro(Layout(pipeline=99))
 
 
+@pytest.mark.full
 def test_an_error_of_torchs_names_the_rank_and_the_layout():
     with pytest.raises(MusterError, match=r"pipeline 2: rank 1 fails with ValueError: .*microb"):
         micro(Layout(pipeline=2), [1], pieces=1)

@@ -90,7 +90,13 @@ def planned(name: str, rank: int = 0) -> Traffic:
     return data_traffic(choice, held[layout.pipeline_rank(rank)])
 
 
-@pytest.mark.parametrize("name", CASES)
+FULL = ("keeps", "fsdp", "tensor × ddp", "pipeline × fsdp", "zero1", "zero2")
+FULL += ("zero3", "tensor × fsdp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n in FULL else ()) for n in CASES]
+)
 def test_ranks_send_what_was_planned(ranks, name):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed")

@@ -65,6 +65,7 @@ def score(mesh: Mesh, folder: str, overrides: list[str], steps: int) -> float:
     return result.scores["wer"]
 
 
+@pytest.mark.full  # a minute and a half
 @needs_speech
 @needs_whisper
 def test_fine_tuning_whisper_lowers_the_error_rate_on_unseen_speakers(ranks, tmp_path):

@@ -9,7 +9,13 @@ from course import broken, torchrun
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize(("ranks", "shape"), [(2, "shard 1 × tensor 2"), (4, "shard 2 × tensor 2")])
+@pytest.mark.parametrize(
+    ("ranks", "shape"),
+    [
+        pytest.param(2, "shard 1 × tensor 2", marks=pytest.mark.full),
+        (4, "shard 2 × tensor 2"),
+    ],
+)
 def test_the_hybrid_trains_as_one_process(ranks, shape):
     small = ["--length", "32", "--steps", "2"]
     words = torchrun("05-advanced/hybrid_parallelism.py", *small, ranks=ranks)

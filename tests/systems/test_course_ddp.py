@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-import slurm as one_machine
-from course import COURSE, PROGRAMS, broken, devices, said, start, torchrun
+from course import COURSE, broken, devices, said, start, torchrun
 from hosts import hosts, needs_namespaces  # noqa: F401
+from processes import PROGRAMS
 
 LESSONS = COURSE / "01-ddp-basics"
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
@@ -29,7 +29,12 @@ def test_digits_are_learnt_by_two_ranks_as_by_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("line", "instead", "complaint"),
     [
-        ("(plain, device_ids=devices)", "(plain, device_ids=devices).module", "gradient is off"),
+        pytest.param(
+            "(plain, device_ids=devices)",
+            "(plain, device_ids=devices).module",
+            "gradient is off",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             "Subset(test, range(mesh.rank, len(test), mesh.world))",
             "Subset(test, list(DistributedSampler(test, mesh.world, mesh.rank)))",
@@ -44,44 +49,26 @@ def test_the_first_lesson_notices_ranks_that_do_not_share(tmp_path, line, instea
     assert complaint in words
 
 
-@pytest.mark.skipif(one_machine.missing() is not None, reason=str(one_machine.missing()))
-def test_srun_starts_the_first_lesson_as_the_guide_prints_it(tmp_path):
-    with one_machine.start() as cluster:
-        words = said(
-            *[
-                "srun",
-                "--gpus=4",
-                "--ntasks=4",
-                "--overcommit",
-                "python",
-                "01-ddp-basics/ddp_mnist.py",
-            ],
-            f"--save={tmp_path / 'digits.pt'}",
-            **cluster.variables | devices(4),
-        )
-    assert "claim holds on 4 rank(s)" in words
-
-
 def test_training_stopped_by_a_signal_goes_on_and_equals_one_process(tmp_path):
     command = [*TORCHRUN, "01-ddp-basics/ddp_training.py", "--folder", str(tmp_path)]
-    command += ["training.steps=40", "checkpoint.every_steps=null"]
+    command += ["training.steps=8", "checkpoint.every_steps=null"]
     first = start(*command, **devices(2))
     lines = []
     for line in first.stdout:
         lines.append(line)
-        if line.startswith("step 3/40"):
+        if line.startswith("step 2/8"):
             first.send_signal(signal.SIGTERM)
     first.wait()
-    stopped = re.search(r"stopped after step (\d+) of 40", "".join(lines))
+    stopped = re.search(r"stopped after step (\d+) of 8", "".join(lines))
     assert stopped, "".join(lines)
     words = said(*command, **devices(2))
-    assert f"resumed after step {stopped[1]} of 40" in words
-    assert f"step {int(stopped[1]) + 1}/40" in words
-    assert f"step {stopped[1]}/40" not in words
-    assert f"norm of {40 - int(stopped[1])} steps within" in words
-    assert "stopped after 20 and resumed differs by 0\n" in words
+    assert f"resumed after step {stopped[1]} of 8" in words
+    assert f"step {int(stopped[1]) + 1}/8" in words
+    assert f"step {stopped[1]}/8" not in words
+    assert f"norm of {8 - int(stopped[1])} steps within" in words
+    assert "stopped after 4 and resumed differs by 0\n" in words
     other = said(*command, "training.global_batch_size=8", fails=True, **devices(2))
-    assert "has seed, global batch and steps [42, 16, 40], this run [42, 8, 40]" in other
+    assert "has seed, global batch and steps [42, 16, 8], this run [42, 8, 8]" in other
 
 
 def test_a_finished_run_begins_again_on_other_ranks_and_touches_nothing_else(tmp_path):
@@ -116,6 +103,7 @@ def test_the_template_notices_other_maths(tmp_path, line, instead, complaint):
     assert complaint in words
 
 
+@pytest.mark.full
 @needs_namespaces
 def test_the_guides_two_nodes_train_as_one_process(hosts, tmp_path):  # noqa: F811
     both = [
@@ -125,7 +113,6 @@ def test_the_guides_two_nodes_train_as_one_process(hosts, tmp_path):  # noqa: F8
             str(LESSONS / "ddp_training.py"),
             f"--folder={tmp_path / host.name}",  # no disk that both see
             folder=COURSE,
-            PATH=PROGRAMS,
             CUDA_VISIBLE_DEVICES="",  # both would take the first GPU
         )
         for i, host in enumerate(hosts)
@@ -135,6 +122,7 @@ def test_the_guides_two_nodes_train_as_one_process(hosts, tmp_path):  # noqa: F8
     assert "claim holds on 2 rank(s): loss and gradient norm of 12 steps" in words[0]
 
 
+@pytest.mark.full
 def test_the_benchmark_measures_what_it_says():
     words = torchrun("01-ddp-basics/ddp_benchmark.py", "--steps=2")
     found = re.search(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from course import COURSE, broken, devices, said, torchrun
 from muster.parallel.deepspeed_config import config_for
 from muster.recipe.load import load
+from processes import free_port
 
 CONFIGS = COURSE / "03-deepspeed" / "configs"
 SMALL = ["--length", "32", "--steps", "2"]
@@ -29,12 +29,6 @@ def claims(words: str) -> list[str]:
     return [line for line in words.splitlines() if "rank(s)" in line]
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
-
-
 def test_every_stage_trains_as_one_process_and_cuts_what_it_promises():
     one, two, three = claims(torchrun("03-deepspeed/deepspeed_train.py", *SMALL))
     assert one.startswith("ZeRO-1 on 2 rank(s): losses and gradient norms within")
@@ -43,6 +37,7 @@ def test_every_stage_trains_as_one_process_and_cuts_what_it_promises():
     assert three.startswith("ZeRO-3")
 
 
+@pytest.mark.full
 def test_the_guides_command_works_without_gpus():
     """As printed, but on two ranks and a port that is surely free."""
     words = said(
@@ -59,6 +54,7 @@ def test_the_guides_command_works_without_gpus():
     assert claim.startswith("ZeRO-2 on 2 rank(s): losses and gradient norms within")
 
 
+@pytest.mark.guides
 def test_offload_to_host_memory_changes_nothing():
     (claim,) = claims(torchrun("03-deepspeed/zero_offload.py", *SMALL))
     assert claim.startswith("offload to cpu on 2 rank(s): losses and gradient norms within")
@@ -76,6 +72,7 @@ def test_nvme_without_libaio_says_what_is_missing(tmp_path):
     assert "apt install libaio-dev" in words
 
 
+@pytest.mark.guides
 def test_a_model_in_pieces_answers_as_the_whole_one():
     (claim,) = claims(torchrun("03-deepspeed/deepspeed_inference.py", "--tokens", "2"))
     assert claim.startswith("2 rank(s): logits within")

@@ -132,7 +132,13 @@ def test_programs_take_the_commands_that_are_printed(name, monkeypatch):
     ("name", "right", "wrong", "complaint"),
     [
         ("01-ddp-basics/README.md", "--folder runs", "--dir runs", "takes no --dir"),
-        ("02-fsdp/README.md", "--no-proof", "--proofless", "takes no --proofless"),
+        pytest.param(
+            "02-fsdp/README.md",
+            "--no-proof",
+            "--proofless",
+            "takes no --proofless",
+            marks=pytest.mark.full,
+        ),
         ("02-fsdp/fsdp_basics.py", "--hidden 4096", "--width 4096", "takes no --width"),
         ("03-deepspeed/README.md", "gpt-micro --gpus", "gpt-micro --cards", "--cards"),
         ("README.md", "bench p2p   ", "bench pairs   ", "pairs"),
@@ -148,6 +154,7 @@ def test_a_command_that_no_program_takes_is_noticed(name, right, wrong, complain
         try_out(commands(text.replace(right, wrong)))
 
 
+@pytest.mark.guides
 @pytest.mark.timeout(300)
 def test_the_benchmarks_prove_what_they_measure(tmp_path):
     kept = ["--dir", tmp_path, "--seconds", "0.05", "--largest", "1"]
@@ -156,6 +163,7 @@ def test_the_benchmarks_prove_what_they_measure(tmp_path):
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_the_benchmarks_notice_weights_that_are_gathered_once(tmp_path):
     once = 'mesh, recipe, [*overrides, "distributed.fsdp.sharding=shard_grad_op"], ['

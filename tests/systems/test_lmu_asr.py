@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run
 
 SYSTEM = Path(__file__).parents[2] / "systems" / "lmu-asr"
 SHORT = ["training.steps=3", "training.warmup_steps=1", "data.max_parquet_files=1"]
@@ -20,24 +19,18 @@ SHORT += ["evaluation.every_steps=null", "evaluation.final=false"]
     [
         ("python scripts/train.py", 1, 16),
         ("torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, 32),
-        ("python scripts/train_distributed.py distributed.devices=2", 2, 32),
+        pytest.param(
+            "python scripts/train_distributed.py distributed.devices=2",
+            2,
+            32,
+            marks=pytest.mark.guides,
+        ),
     ],
 )
 def test_the_commands_of_the_guide_train(tmp_path, command, ranks, batch):
-    program, *rest = command.split()
-    starter = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    }[program]
-    done = subprocess.run(
-        [*starter, *rest, *SHORT, f"logging.dir={tmp_path}"],
-        cwd=SYSTEM,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = [*command.split(), *SHORT, f"logging.dir={tmp_path}"]
+    spawns = "train_distributed" in command  # torch.multiprocessing starts interpreters of its own
+    done = run(words, SYSTEM, real=spawns)
     assert "finished: 3 steps" in done.stdout
     results = json.loads((tmp_path / "latest" / "training_results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (ranks, batch)
@@ -61,16 +54,7 @@ def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     ],
 )
 def test_the_set_up_is_tested_as_the_guide_prints_it(command, ranks):
-    program, *rest = command.split()
-    starter = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[program]
-    done = subprocess.run(
-        [sys.executable, *starter, *rest],
-        cwd=SYSTEM,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    done = run(command.split(), SYSTEM, code=None, env={"CUDA_VISIBLE_DEVICES": ""})
     assert f"Rank: {ranks - 1}/{ranks}, " in done.stdout, done.stdout + done.stderr
     *_, verdict = done.stdout.splitlines()
     slow = verdict == "not fit to train on: balance"  # a test beside this one may hold a rank up

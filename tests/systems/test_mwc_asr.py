@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from muster.hardware.inventory import Gpu, Inventory
 from muster.observe.results import read_lines
 from muster.plan.batch import solve
 from muster.recipe.load import load
+from processes import run
 
 SYSTEM = Path(__file__).parents[2] / "systems" / "mwc-asr"
 README = (SYSTEM / "README.md").read_text()
@@ -39,19 +38,12 @@ def system(tmp_path_factory):
 
 
 def call(system: Path, command: str, *more: str, stdin: str = "", of: str = "", **variables: str):
-    """A command as the README prints it, or a variant `of` that, with this Python's environment
-    active."""
+    """A command as the README prints it, or a variant `of` that. `./start_training.sh` does nothing
+    but start the program that is taken in its place."""
     assert (of or command) in README
-    active = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-    return subprocess.run(
-        [*command.split(), *more],
-        cwd=system,
-        capture_output=True,
-        text=True,
-        input=stdin,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **active, **variables},
-    )
+    script = r"python \1/scripts/start_training.py"
+    words = re.sub(r"^(\S+)/start_training\.sh", script, command).split()
+    return run([*words, *more], system, code=None, stdin=stdin, env=variables)
 
 
 def newest(system: Path) -> Path:
@@ -81,6 +73,7 @@ def test_torchrun_trains_on_the_first_file_and_each_rank_says_who_it_is(by_torch
     assert len(list((system / "data" / "spoken-numbers").glob("train-*.parquet"))) == 10
 
 
+@pytest.mark.full
 def test_one_process_walks_the_same_path(by_torchrun, system):
     """Float32 sums in another order are all that differs."""
     done = call(system, "./start_training.sh --follow", "--1", *SHORT)
@@ -95,6 +88,7 @@ def test_one_process_walks_the_same_path(by_torchrun, system):
     assert results(newest(system))["world_size"] == 1
 
 
+@pytest.mark.full
 def test_fsdp_as_the_guide_configures_it_walks_it_too(by_torchrun, system):
     text = (CONFIGS / "training_config.yaml").read_text()
     text = text.replace('distributed_strategy: "ddp"', 'distributed_strategy: "fsdp"')
@@ -111,6 +105,7 @@ def test_fsdp_as_the_guide_configures_it_walks_it_too(by_torchrun, system):
     )
 
 
+@pytest.mark.guides
 def test_a_run_in_the_background_is_shown_lives_on_its_own_and_leaves_its_results(system):
     command = "./start_training.sh --distributed --gpus=2 --5"
     elsewhere, name = system.parent, system.name

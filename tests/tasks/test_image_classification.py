@@ -211,7 +211,7 @@ def test_the_shipped_recipe_reads_digits(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("digits", []),
+        pytest.param("digits", [], marks=pytest.mark.full),
         ("resnet18", ["data.train=embedded:digits", "data.image_size=8"]),
     ],
 )

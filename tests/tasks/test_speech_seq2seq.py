@@ -225,6 +225,7 @@ def test_loss_and_gradient_are_those_of_transformers():
     assert float(norms[0]) == pytest.approx(float(norms[1]), rel=1e-4)
 
 
+@pytest.mark.full
 @needs_whisper
 @needs_speech
 def test_pretrained_whisper_hears_what_transformers_hears():

@@ -29,6 +29,7 @@ KINDS = {
     "gpt": ("gpt-micro", BYTES),
     "whisper adapters": ("whisper-micro", [*WHISPER, *LORA]),
 }
+ROWS = ["gpt", pytest.param("whisper adapters", marks=pytest.mark.full)]
 Tensors = dict[str, np.ndarray]
 
 
@@ -64,7 +65,7 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
         np.testing.assert_allclose(value, expected[name], rtol=0, atol=1e-6, err_msg=name)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=ROWS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return Trained(tmp_path_factory.mktemp("trained"), *KINDS[request.param])
 

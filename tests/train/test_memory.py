@@ -26,6 +26,7 @@ from training import make_job
 # are never touched.
 EACH = 2**30
 SMALL = [
+    "data.train=embedded:spoken-numbers",
     "training.steps=3",
     "training.global_batch_size=8",
     "data.max_parquet_files=1",
@@ -123,7 +124,9 @@ cpu_only = pytest.mark.skipif(
 
 
 @cpu_only
-@pytest.mark.parametrize(("where", "steps"), [("forward", None), ("backward", [0])])
+@pytest.mark.parametrize(
+    ("where", "steps"), [pytest.param("forward", None, marks=pytest.mark.full), ("backward", [0])]
+)
 def test_a_process_alone_halves_until_it_fits_and_trains_as_if_begun_that_small(
     ranks, tmp_path, where, steps
 ):
@@ -239,10 +242,14 @@ def test_other_phases_are_told_apart_and_never_shrink(ranks, tmp_path, phase, st
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (1, ["model.norm=batch", "model.dropout=0.1"]),
+        pytest.param(1, ["model.norm=batch", "model.dropout=0.1"], marks=pytest.mark.full),
         (2, ["model.norm=batch", "model.dropout=0.1", "training.per_device_batch_size=2"]),
-        (2, ["distributed.strategy=fsdp"]),
-        (2, ["distributed.strategy=zero2", "training.per_device_batch_size=2"]),
+        pytest.param(2, ["distributed.strategy=fsdp"], marks=pytest.mark.full),
+        pytest.param(
+            2,
+            ["distributed.strategy=zero2", "training.per_device_batch_size=2"],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_trying_the_costliest_batch_leaves_no_trace(ranks, tmp_path, world, overrides):

@@ -1,0 +1,193 @@
+"""Starting programs in tests: muster, torchrun and other Python programs, as a user starts them.
+
+They are forked from a server that has imported torch (`fork_server.py`), which takes milliseconds
+where a new interpreter takes seconds. `real=True` starts a new one: for what depends on how a process
+begins, such as the order of its imports or variables that libraries read while they are loaded.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import fork_server
+from fork_server import PLAIN_POPEN
+
+ADDRESS = "MUSTER_TESTS_FORK_SERVER"  # where it listens; the same for all of pytest's workers
+PROGRAMS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, python
+MUSTER = [sys.executable, "-m", "muster"]
+LIMIT_S = 240.0
+
+
+def prepare(folder: Path) -> None:
+    """Name the server's address; whoever first needs it starts it."""
+    os.environ[ADDRESS] = f"{folder}/{os.getpid()}"
+
+
+def _connect() -> socket.socket:
+    address = os.environ[ADDRESS]
+    with open(address + ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(address):
+            _start_server(address)
+    client = socket.socket(socket.AF_UNIX)
+    try:
+        client.connect(address)
+    except OSError:
+        raise _gone() from None
+    return client
+
+
+def _gone() -> RuntimeError:
+    return RuntimeError(
+        f"the fork server is gone: {Path(os.environ[ADDRESS] + '.log').read_text()}"
+    )
+
+
+def _start_server(address: str) -> None:
+    owner = address.rpartition("/")[2]
+    program = f"import fork_server; fork_server.main({address!r}, {owner!r})"
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with open(address + ".log", "wb") as log:
+        server = PLAIN_POPEN(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    while not os.path.exists(address):
+        if server.poll() is not None:
+            raise RuntimeError(f"the fork server failed: {Path(address + '.log').read_text()}")
+        time.sleep(0.02)
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """A Popen that asks the server for Python programs of this environment; the server reaps them.
+
+    `preexec_fn` must be picklable. Other programs are started as ever.
+    """
+
+    _server: socket.socket | None = None
+
+    def _execute_child(self, *given: Any) -> None:
+        asked = fork_server.popen_arguments(self, *given)
+        order = fork_server.order_for(asked)
+        if order is None:
+            return super()._execute_child(*given)
+        descriptors = order.pop("descriptors")
+        content = pickle.dumps({**order, "numbers": list(descriptors)})
+        message = len(content).to_bytes(8, "little") + content
+        self._server = _connect()
+        sent = socket.send_fds(self._server, [message], list(descriptors.values()))
+        if sent < len(message):  # a program may have ended by now, and the server hung up
+            self._server.sendall(message[sent:])
+        self.pid = int.from_bytes(self._answer(), "little")
+        return fork_server.started(self, asked)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._server is None:
+            return super()._try_wait(wait_flags)
+        timeout = 0.0 if wait_flags & os.WNOHANG else None
+        if not select.select([self._server], [], [], timeout)[0]:
+            return 0, 0
+        return self.pid, int.from_bytes(self._answer(), "little")
+
+    def _answer(self) -> bytes:
+        assert self._server is not None
+        answer = self._server.recv(8)
+        if not answer:
+            raise _gone()
+        return answer
+
+    def _internal_poll(self, *given: Any, **named: Any) -> int | None:
+        if self._server is None:
+            return super()._internal_poll(*given, **named)
+        if self.returncode is None and self._waitpid_lock.acquire(False):
+            try:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid == self.pid:
+                    self._handle_exitstatus(status)
+            finally:
+                self._waitpid_lock.release()
+        return self.returncode
+
+
+def start(
+    command: Sequence[str | Path],
+    folder: Path | None = None,
+    *,
+    real: bool = False,
+    errors: int | None = subprocess.STDOUT,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> subprocess.Popen[str]:
+    """The command in `folder`, its words in a pipe; `env` adds to this process's variables."""
+    words = [str(word) for word in command]
+    variables = {**os.environ, "PATH": PROGRAMS, "COLUMNS": "200", **(env or {})}
+    settings = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "cwd": folder, **options}
+    return (PLAIN_POPEN if real else ForkedPopen)(words, env=variables, **settings)
+
+
+def run(
+    command: Sequence[str | Path],
+    folder: Path | None = None,
+    *,
+    code: int | None = 0,
+    stdin: str | None = None,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end; its exit code must be `code`, unless that is None."""
+    if stdin is not None:
+        options["stdin"] = subprocess.PIPE
+    process = start(command, folder, errors=subprocess.PIPE, **options)
+    try:
+        out, err = process.communicate(stdin, timeout=LIMIT_S)
+    except BaseException:
+        process.kill()
+        raise
+    assert code is None or process.returncode == code, f"{out}{err}"
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def muster(
+    *arguments: str | Path, folder: Path | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    return run([*MUSTER, *arguments], folder, **options)
+
+
+def python_path(*folders: Path) -> dict[str, str]:
+    """PYTHONPATH with these folders first."""
+    given = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *([given] if given else [])])}
+
+
+def runs_module(process: psutil.Process, name: str) -> bool:
+    """Whether it is a `python -m NAME …`, forked or not."""
+    return f"-m {name}" in " ".join(process.cmdline())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], object], limit: float = 90.0) -> None:
+    """Wait for it, not for ever."""
+    end = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < end, f"waited {limit:.0f} s"
+        time.sleep(0.01)
