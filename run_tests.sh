@@ -8,7 +8,7 @@ usage() {
 ./run_tests.sh              linters, then tests of every law, every verb and every system's main path
 ./run_tests.sh --full       the same with long series of kills, complete tables, broken lessons, and mypy
 ./run_tests.sh --gpu        the same with what needs an NVIDIA GPU
-./run_tests.sh --guides     every command of the guides (systems/*/README.md) as printed, with real launchers
+./run_tests.sh --guides     the commands of the guides behind systems/, as printed, by torchrun, deepspeed, srun, mpirun
 ./run_tests.sh --mutations  plants each fault of tests/mutations.yaml and sees its test fail
 ./run_tests.sh tests/train -k parity    anything else goes to pytest, in one process
 TEXT
@@ -35,6 +35,7 @@ fi
 workers=(-n 3 --no-loadscope-reorder)
 case " ${sets[*]} " in
   *" --guides "*)
+    [ ${#sets[@]} = 1 ] || { echo "error: --guides is a set of its own; leave out the others" >&2; exit 2; }
     exec "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \
       tests/guides tests/systems tests/launch/test_doors.py tests/launch/test_slurm.py
     ;;

@@ -15,6 +15,7 @@ from pool import RankPool
 # For the tests and all that they start: workers and ranks share the cores, the tensors are too small
 # to be worth two threads, and sums come out in the same order everywhere.
 os.environ["OMP_NUM_THREADS"] = "1"
+processes.environment.update(os.environ)
 
 CACHE = "XDG_CACHE_HOME"
 LONG = ("launch", "systems", "plan", "parity", "train")

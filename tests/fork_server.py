@@ -52,11 +52,20 @@ IMPORTS = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch._inductor.config",
+    "torch.utils.tensorboard",
+    "deepspeed",
+    "hydra",
+    "jiwer",
     "pyarrow.parquet",
+    "transformers.trainer",
+    "transformers.models.whisper.english_normalizer",
+    "transformers.models.gpt2.modeling_gpt2",
 )
 OWN = ("muster", "sitecustomize")  # what a program imports anew: its modules hold state
 PYTHON_FLAGS = {"-u"}
-UNUSUAL = ("shell", "gid", "gids", "uid")  # of Popen's options: left to Popen itself
+# Options of Popen with which a program is left to Popen itself, unless they have these values.
+USUAL = {"executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None}
+USUAL |= {"uid": None, "umask": -1, "process_group": -1}
 PLAIN_POPEN: Any = subprocess.Popen
 
 
@@ -69,7 +78,7 @@ def order_for(asked: Mapping[str, Any]) -> dict[str, Any] | None:
     """What `become` is to do; None where no Python program of this environment is to be started."""
     env = dict(os.environ if asked["env"] is None else asked["env"])
     program = python_arguments(asked["args"], env)
-    if program is None or any(asked.get(name) for name in UNUSUAL):
+    if program is None or any(asked.get(name, usual) != usual for name, usual in USUAL.items()):
         return None
     streams = [asked[name] for name in ("p2cread", "c2pwrite", "errwrite")]
     return {
@@ -157,7 +166,7 @@ def become(
     """In a forked child: run the program as if it had just been started, and end.
 
     `descriptors` says which open file each number of the program's own stands for. `fresh`: nothing
-    ran in this process before, so that modules of muster's hold no state yet.
+    ran in this process before, so that modules of muster's hold no state but composed recipes.
     """
     code = 1
     try:
@@ -168,6 +177,7 @@ def become(
         os.chdir(folder)
         multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
         older_path = _python_path()
+        _older_streams.extend((sys.stdout, sys.stderr))
         os.environ.clear()
         os.environ.update(env)
         _open_streams(unbuffered)
@@ -191,6 +201,11 @@ def become(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+_older_streams: list[
+    Any
+] = []  # kept: what a parent had not written yet is not this program's to write
 
 
 def _reset_signals() -> None:
@@ -354,6 +369,9 @@ class Server:
     def _start(self, client: socket.socket) -> None:
         data, descriptors, _, _ = socket.recv_fds(client, 2**20, 64)
         size = int.from_bytes(data[:8], "little")
+        if not data:
+            client.close()  # it only asked whether the server is there
+            return
         while len(data) < 8 + size:
             more = client.recv(2**20)
             if not more:
@@ -363,7 +381,9 @@ class Server:
         named = dict(zip(asked.pop("numbers"), descriptors, strict=True))
         pid = os.fork()
         if pid == 0:
-            become(**asked, descriptors=named)
+            # What it is to call first may be defined in a module that only this program imports.
+            before = pickle.loads(asked.pop("before"))
+            become(**asked, before=before, descriptors=named)
         for fd in descriptors:
             os.close(fd)
         self.clients[pid] = client
@@ -384,6 +404,10 @@ class Server:
 def main(address: str, owner: str) -> None:
     for name in IMPORTS:
         importlib.import_module(name)
+    recipes = importlib.import_module("muster.recipe.load")
+    for name, _ in recipes.list_recipes():
+        with suppress(recipes.RecipeError):  # of those that leave something to be given
+            recipes.load(name)  # composed once, and kept
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     # `from subprocess import Popen`
     handler: Any = importlib.import_module(

@@ -28,6 +28,7 @@ ADDRESS = "MUSTER_TESTS_FORK_SERVER"  # where it listens; the same for all of py
 PROGRAMS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, python
 MUSTER = [sys.executable, "-m", "muster"]
 LIMIT_S = 240.0
+environment: dict[str, str] = {}  # of the server; a test that changes its own does not change that
 
 
 def prepare(folder: Path) -> None:
@@ -58,7 +59,9 @@ def _gone() -> RuntimeError:
 def _start_server(address: str) -> None:
     owner = address.rpartition("/")[2]
     program = f"import fork_server; fork_server.main({address!r}, {owner!r})"
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(Path(__file__).parent), environment.get("PYTHONPATH")])
+    )
     with open(address + ".log", "wb") as log:
         server = PLAIN_POPEN(
             [sys.executable, "-c", program],
@@ -66,12 +69,30 @@ def _start_server(address: str) -> None:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**environment, "PYTHONPATH": path},
         )
     while not os.path.exists(address):
         if server.poll() is not None:
             raise RuntimeError(f"the fork server failed: {Path(address + '.log').read_text()}")
         time.sleep(0.02)
+
+
+def forking_environment(folder: Path) -> dict[str, str]:
+    """Variables under which a shell's `python`, `torchrun` and the like are forked from the server."""
+    _connect().close()
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    proxy = folder / "forked_python"
+    source = Path(__file__).with_name("forked_python.py").read_text()
+    proxy.write_text(f"#!{sys.executable} -IS\n{source}")
+    proxy.chmod(0o755)
+    for name in ("python", "python3", "torchrun", "deepspeed", "muster"):
+        (programs / name).symlink_to(proxy)
+    return {
+        "VIRTUAL_ENV": str(folder),
+        "PATH": f"{programs}:{PROGRAMS}",
+        "MUSTER_TESTS_PROGRAMS": str(Path(sys.executable).parent),
+    }
 
 
 class ForkedPopen(subprocess.Popen[Any]):
@@ -88,6 +109,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         if order is None:
             return super()._execute_child(*given)
         descriptors = order.pop("descriptors")
+        order["before"] = pickle.dumps(order["before"])
         content = pickle.dumps({**order, "numbers": list(descriptors)})
         message = len(content).to_bytes(8, "little") + content
         self._server = _connect()
@@ -103,7 +125,9 @@ class ForkedPopen(subprocess.Popen[Any]):
         timeout = 0.0 if wait_flags & os.WNOHANG else None
         if not select.select([self._server], [], [], timeout)[0]:
             return 0, 0
-        return self.pid, int.from_bytes(self._answer(), "little")
+        status = int.from_bytes(self._answer(), "little")
+        self._server.close()
+        return self.pid, status
 
     def _answer(self) -> bytes:
         assert self._server is not None

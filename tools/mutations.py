@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import cache_from_source, find_spec
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +89,7 @@ def environment() -> dict[str, str]:
 
 def pytest(tests: Sequence[str], *options: str, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
     """Exit code, None after `limit_s`, and all that was said. No process is left behind."""
-    alone = ["-n", "0"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *alone, *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
     with _tree.with_suffix(".out").open("w+") as out:
         process = subprocess.Popen(
             [*command, *tests],

@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 
 
+@pytest.mark.serial
 def test_the_median_is_of_one_call_however_many_make_a_sample():
     """A nap of 2 ms is timed several to a sample of 20."""
     calls = iter(range(10**6))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import few_clips
 from check.people import only, roll
 from muster.check import balance, collectives, data, gradients, links
 from muster.check.board import Board
@@ -250,10 +251,9 @@ def reads_slowly(mesh: Mesh, seconds: float, file: str) -> Account:
         return real(self, ids, epoch, longest)
 
     with swapped(Loader, "_build", slow):
-        return ask(mesh, data.measure, file, recipe="speech", overrides=RECIPE)
-
-
-RECIPE = ["data.max_parquet_files=1", "training.global_batch_size=8", "data.workers=1"]
+        overrides = [f"data.train={few_clips.folder()}", "training.global_batch_size=8"]
+        overrides += ["data.workers=1", "evaluation.known_words=false", "evaluation.ngram=null"]
+        return ask(mesh, data.measure, file, recipe="speech", overrides=overrides)
 
 
 def test_data_that_is_read_too_slowly_is_noticed(ranks, tmp_path):

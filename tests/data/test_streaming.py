@@ -93,6 +93,7 @@ def test_an_epoch_takes_little_memory_and_reads_each_row_group_about_once(corpus
     assert found["reads"] <= 1.3 * found["groups"]
 
 
+@pytest.mark.full
 def test_the_same_without_row_groups_reads_them_over_and_over(corpus):
     found = run_epoch(corpus, "full", steps=6)
     assert found["reads"] > 5 * found["steps"], "or the test above shows nothing"

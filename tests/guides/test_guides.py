@@ -1,7 +1,8 @@
-"""Every command of the five guides, as printed, by the real launchers: ./run_tests.sh --guides.
+"""Every command of the guides behind `systems/`, as printed: ./run_tests.sh --guides.
 
-Each is run in a copy of its system's folder, on CPU ranks. Words added at the end make a training
-short; addresses of other machines are those of two hosts in network namespaces. Left out is what
+Each is run by a shell in a copy of its system's folder, on CPU ranks. Of each kind one is `real`: all
+its processes are new interpreters. For the others, Python programs are forked (`fork_server.py`): the
+same launchers, but torch is imported already. Words added at the end make a training short; addresses of other machines are those of two hosts in network namespaces. Left out is what
 needs a GPU (`nvidia-smi`, `nsys`, a number of ranks read from `torch.cuda`) or runs until it is
 stopped (`tensorboard`).
 """
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,17 +23,14 @@ import pytest
 
 import slurm
 from hosts import Host, hosts, needs_namespaces  # noqa: F401
-from processes import PROGRAMS, free_port, start
+from processes import PROGRAMS, forking_environment, free_port, start
 
 pytestmark = [pytest.mark.guides, pytest.mark.timeout(420)]
 
 SYSTEMS = Path(__file__).parents[2] / "systems"
 MWC, LMU, COURSE, MULTI = "mwc-asr", "lmu-asr", "distributed-training", "multi-gpu"
 LIMIT_S = 400
-VARIABLES = {
-    "VIRTUAL_ENV": sys.prefix,
-    "CUDA_VISIBLE_DEVICES": "",  # as on a machine without GPUs, also where there are some
-}
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # as on a machine without GPUs, also where there are some
 SPEECH = ["training.steps=2", "training.warmup_steps=1", "evaluation.every_steps=null"]
 SPEECH += ["evaluation.final=false", "data.max_seconds=1.3"]  # few clips are decoded
 LMU_SHORT = [*SPEECH, "data.max_parquet_files=1"]
@@ -51,21 +50,24 @@ class Command:
     more: tuple[str, ...] = ()
     shows: str = ""  # a pattern in what it prints
     ranks: int = 0  # of the run it leaves
+    real: bool = False  # its processes are new interpreters
 
 
-def training(folder: str, words: str, ranks: int, more: list[str], files: int = 0) -> Command:
+def training(
+    folder: str, words: str, ranks: int, more: list[str], files: int = 0, real: bool = False
+) -> Command:
     """`files`: parquet files, of ten, that it says it reads."""
     said = rf"{files} of 10 parquet file[\s\S]*" if files else ""
-    return Command(folder, words, tuple(more), f"{said}finished: 2 steps", ranks)
+    return Command(folder, words, tuple(more), f"{said}finished: 2 steps", ranks, real)
 
 
 CORES = min(2, len(os.sched_getaffinity(0)))
 COMMANDS = [
-    training(MWC, "./start_training.sh", 1, STARTED, 10),
+    training(MWC, "./start_training.sh", 1, STARTED, 10, real=True),
     training(MWC, "./start_training.sh --5", 1, STARTED, 5),
     training(MWC, "./start_training.sh --10", 1, STARTED, 10),
     training(MWC, "./start_training.sh --all", 1, STARTED, 10),
-    training(MWC, "./start_training.sh --distributed", CORES, STARTED, 10),
+    training(MWC, "./start_training.sh --distributed", CORES, STARTED, 10, real=True),
     training(MWC, "./launch_distributed.sh", CORES, STARTED, 10),
     training(MWC, "./start_training.sh --distributed --all", CORES, STARTED, 10),
     training(MWC, "./start_training.sh --distributed --gpus=2 --5", 2, STARTED, 5),
@@ -73,7 +75,7 @@ COMMANDS = [
     training(MWC, "./start_training.sh --distributed --gpus=4", 4, STARTED, 10),
     training(MWC, "./start_training.sh --distributed --gpus=4 --all", 4, STARTED, 10),
     Command(MWC, "./start_training.sh --clean", ("--yes",), "nothing to remove"),
-    training(MWC, TRAIN_ASR, 4, WHISPER_SHORT),
+    training(MWC, TRAIN_ASR, 4, WHISPER_SHORT, real=True),
     training(MWC, f"{TRAIN_ASR} --max-parquet-files 10", 4, WHISPER_SHORT),
     Command(
         MWC,
@@ -83,7 +85,7 @@ COMMANDS = [
     training(LMU, "torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, LMU_SHORT),
     training(LMU, "torchrun --nproc_per_node=4 scripts/train_torchrun.py", 4, LMU_SHORT),
     training(LMU, "torchrun --nproc_per_node=8 scripts/train_torchrun.py", 8, LMU_SHORT),
-    training(LMU, "python scripts/train_distributed.py", CORES, LMU_SHORT),
+    training(LMU, "python scripts/train_distributed.py", CORES, LMU_SHORT, real=True),
     training(LMU, "python scripts/train.py", 1, LMU_SHORT),
     Command(
         LMU,
@@ -128,14 +130,15 @@ COMMANDS = [
         "--deepspeed_config 03-deepspeed/configs/zero2_config.json",
         ("--length", "32", "--steps", "2"),
         r"ZeRO-2 on 4 rank\(s\): losses and gradient norms within",
+        real=True,
     ),
-    training(MULTI, "bash run_nvidia_all.sh", CORES, TEXT_SHORT),
+    training(MULTI, "bash run_nvidia_all.sh", CORES, TEXT_SHORT, real=True),
     training(MULTI, "bash run_amd_all.sh", CORES, TEXT_SHORT),
     training(MULTI, "torchrun --nproc_per_node=$NUM_GPUS run_hf_standalone.py", 2, TEXT_SHORT),
     training(MULTI, "torchrun --nproc_per_node=$NUM_GPUS run_fsdp_standalone.py", 2, TEXT_SHORT),
     training(MULTI, "torchrun --nproc_per_node=4 run_hf_standalone.py", 4, TEXT_SHORT),
     training(MULTI, "torchrun --nproc_per_node=8 run_hf_standalone.py", 8, TEXT_SHORT),
-    training(MULTI, "python3 run_hf_standalone.py", 1, TEXT_SHORT),
+    training(MULTI, "python3 run_hf_standalone.py", 1, TEXT_SHORT, real=True),
     training(
         MULTI,
         "torchrun --nproc_per_node=8 --master_port=29500 run_hf_standalone.py",
@@ -159,26 +162,40 @@ def copy_of(folder: str, into: Path) -> Path:
 written: dict[str, Path] = {}  # by system
 
 
+def run_in_shell(line: str, folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """All that the line has started ends with it."""
+    process = start(
+        ["bash", "-c", line], folder, errors=subprocess.PIPE, env=env, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return subprocess.CompletedProcess(line, process.returncode, out, err)
+
+
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return forking_environment(tmp_path_factory.mktemp("environment"))
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.folder}: {c.words}")
-def test_a_command_of_the_guides_does_what_it_says(tmp_path, command: Command):
+def test_a_command_of_the_guides_does_what_it_says(tmp_path, forking, command: Command):
     folder = copy_of(command.folder, tmp_path)
-    env = {**VARIABLES, "NUM_GPUS": "2"} if "$NUM_GPUS" in command.words else dict(VARIABLES)
+    env = {**NO_GPU, **({"VIRTUAL_ENV": sys.prefix, "PATH": PROGRAMS} if command.real else forking)}
+    if "$NUM_GPUS" in command.words:
+        env["NUM_GPUS"] = "2"
     if "--master_port" not in command.words:
         env["PET_MASTER_PORT"] = str(free_port())  # two of these commands may run at the same time
     line = " ".join([command.words, *command.more])
-    done = subprocess.run(
-        ["bash", "-c", line],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env={**os.environ, "PATH": PROGRAMS, "COLUMNS": "200", **env},
-    )
+    done = run_in_shell(line, folder, env)
+    said = done.stdout + done.stderr
+    uneven = "not fit to train on: balance" in said and not command.ranks  # beside other tests
+    assert done.returncode == 0 or uneven, said
+    assert re.search(command.shows, done.stdout, re.MULTILINE), said
     if (folder / "data").is_dir():
         written.setdefault(command.folder, folder / "data")
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 or "not fit to train on: balance" in said, said
-    assert re.search(command.shows, done.stdout, re.MULTILINE), said
     if command.ranks:
         (results,) = folder.rglob("latest/training_results.json")
         found = json.loads(results.read_text())
@@ -205,13 +222,18 @@ def test_two_nodes_train_as_the_guides_start_them(
     more: list[str],
     shows: str,
 ):
-    """Node 0 gets the guide's own address beside its own."""
+    """Node 0 gets the guide's own address beside its own. One of the two is real."""
     hosts[0].add_address(f"{address}/24")
     hosts[1].add_address(f"{address.rpartition('.')[0]}.2/24")
     folder = copy_of(system, tmp_path)
     both = [
         hosts[i].start(
-            *NODES.format(i, address).split(), script, *more, folder=folder, real=True, **VARIABLES
+            *NODES.format(i, address).split(),
+            script,
+            *more,
+            folder=folder,
+            real=system == LMU,
+            **NO_GPU,
         )
         for i in (0, 1)
     ]
@@ -225,7 +247,7 @@ def test_srun_starts_the_first_lesson_as_the_guide_prints_it(tmp_path):
     """The guide's machine has four cores at least; this one shares what it has."""
     command = "srun --gpus=4 --ntasks=4 python 01-ddp-basics/ddp_mnist.py --epochs=1"
     with slurm.start() as cluster:
-        env = {**cluster.variables, **VARIABLES, "SLURM_OVERCOMMIT": "1"}
+        env = {**cluster.variables, **NO_GPU, "SLURM_OVERCOMMIT": "1"}
         process = start(command.split(), copy_of(COURSE, tmp_path), env=env)
         said = process.communicate(timeout=LIMIT_S)[0]
     assert process.returncode == 0, said

@@ -34,18 +34,25 @@ def pair() -> Iterator[Callable[..., tuple[Nodes, Nodes]]]:
         nodes.close()
 
 
-def both_arrive(one: Nodes, other: Nodes, late_s: float = 0.0) -> None:
-    late = threading.Thread(target=lambda: (time.sleep(late_s), other.arrive()))
-    late.start()
+def both_arrive(one: Nodes, other: Nodes) -> None:
+    arriving = threading.Thread(target=other.arrive)
+    arriving.start()
     one.arrive()
-    late.join()
+    arriving.join()
 
 
 def test_a_node_that_comes_late_is_not_taken_for_silent(pair):
-    one, other = pair(patience_s=2.0)
-    both_arrive(one, other, late_s=3.0)
+    (one,) = pair(patience_s=2.0, ranks=(0,))
+
+    def come() -> None:
+        time.sleep(3.0)
+        pair(patience_s=2.0, ranks=(1,))[1].arrive()
+
+    late = threading.Thread(target=come)
+    late.start()
+    one.arrive()
     assert not one.dismissed()
-    assert not other.dismissed()
+    late.join()
     assert len(one.hosts) == 2
 
 

@@ -119,9 +119,6 @@ def test_a_rank_that_is_stopped_is_named(spoilt):
 def test_a_rank_that_is_killed_is_named(spoilt):
     assert told(spoilt, "SIGKILL")["rank"] == 1
     assert told(spoilt, "SIGKILL")["signal"] == "SIGKILL"
-    account = spoilt["SIGKILL"][0].path / "ranks" / "0.stall.json"
-    if account.exists():  # else rank 0 was ended before it noticed
-        assert hang(spoilt, "SIGKILL").state == "gone"
 
 
 def _stack(run: Run, rank: int) -> str:

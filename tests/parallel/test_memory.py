@@ -119,6 +119,7 @@ def test_a_pipeline_rank_holds_its_layers_alone(ranks, config):
         )
 
 
+@pytest.mark.full
 def test_tensor_times_fsdp_holds_a_quarter_of_each_matrix(ranks):
     even = dataclasses.replace(GPT, vocab=36, hidden=24)
     held = ranks(4)(measure, even, {"strategy": "hybrid", "tensor": 2})

@@ -51,6 +51,6 @@ def highest(mesh, each: bool) -> int:
 
 def test_whole_gradients_are_not_kept(ranks):
     """What falls away is all that a rank does not own of the gradients, but for a block or two."""
-    kept, summed = ranks(4)(highest, False)[0], ranks(4)(highest, True)[0]
+    kept, summed = ranks(2)(highest, False)[0], ranks(2)(highest, True)[0]
     whole = 4 * (WIDE.layers * (4 * 64 * 64 + 2 * 64 * 256))
-    assert kept - summed > 0.4 * whole
+    assert kept - summed > 0.2 * whole

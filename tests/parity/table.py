@@ -13,14 +13,14 @@ from muster.models.whisper import WhisperConfig
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 
-# Five layers do not divide by 2 or 4 stages, 67 hidden units not by 2 or 4 ranks, 257 symbols (the
-# bytes and the end of a document) not by anything; 18 sequences not by 4 ranks × 4 micro-batches.
+# Three layers do not divide by 2 stages, 67 hidden units not by 2 or 4 ranks, 257 symbols (the bytes
+# and the end of a document) not by anything; 18 sequences not by 4 ranks × 4 micro-batches.
 models.PRESETS["gpt-uneven"] = DecoderConfig(
-    257, layers=5, width=32, heads=4, hidden=67, positions=32
+    257, layers=3, width=32, heads=4, hidden=67, positions=32
 )
 models.PRESETS["llama-uneven"] = DecoderConfig(
     257,
-    layers=5,
+    layers=3,
     width=32,
     heads=8,
     kv_heads=4,
@@ -44,14 +44,17 @@ models.PRESETS["whisper-uneven"] = WhisperConfig(
     decoder_heads=3,
     decoder_hidden=67,
 )
-for name in ("gpt", "llama"):  # eight stages need as many layers
-    models.PRESETS[f"{name}-deep-uneven"] = dataclasses.replace(
-        models.PRESETS[f"{name}-uneven"], layers=9
-    )
+for name in ("gpt", "llama"):  # for four and eight stages
+    for depth, layers in (("deep", 5), ("deepest", 9)):
+        models.PRESETS[f"{name}-{depth}-uneven"] = dataclasses.replace(
+            models.PRESETS[f"{name}-uneven"], layers=layers
+        )
 RECIPES = {
     "window": "llama-micro",
     "gpt-deep": "gpt-micro",
+    "gpt-deepest": "gpt-micro",
     "llama-deep": "llama-micro",
+    "llama-deepest": "llama-micro",
     "gpt": "gpt-micro",
     "llama": "llama-micro",
     "lmu": "speech",

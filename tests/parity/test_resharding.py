@@ -26,7 +26,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 SAVERS = [name for name in LAYOUTS if name != "alone"]
 # One back to itself, bit for bit. All pairs, and the 2-D layout, with --full.
 ORDINARY = {("ddp 2", "fsdp 4"), ("fsdp 4", "zero3 2"), ("zero3 2", "alone")}
-ORDINARY |= {("fsdp 4", "fsdp 4")}
+ORDINARY |= {("zero3 2", "zero3 2")}
 
 
 def train_on(mesh, folder: str, corpus: str, options: list[str]) -> Course | None:

@@ -23,8 +23,8 @@ ORDINARY = {
     ("tensor, plain", 2, "gpt", 1),
     ("pipeline 1f1b", 2, "gpt", 4),
     ("pipeline gpipe", 2, "llama", 1),
-    ("pipeline interleaved", 2, "gpt", 4),
-    ("pipeline zero-bubble", 2, "gpt", 1),
+    ("pipeline interleaved", 2, "gpt-deep", 4),
+    ("pipeline zero-bubble", 2, "gpt-deep", 1),
     ("tensor × fsdp", 4, "gpt", 1),
     ("pipeline × fsdp", 4, "gpt", 4),
 }
@@ -34,8 +34,9 @@ def cells():
     for row in ROWS:
         for world in row.worlds:
             for model in MODELS if not row.decoder_only else MODELS[:2]:
-                if row.name == "pipeline interleaved" and world == 4:
-                    model = f"{model}-deep"
+                if row.name.startswith("pipeline ") and row.multiple == 1:
+                    each = 2 if row.name.endswith(("interleaved", "zero-bubble")) else 1
+                    model += {2: "", 4: "-deep", 8: "-deepest"}[each * world]
                 for accumulation in (1, 4):
                     key = (row.name, world, model, accumulation)
                     marks = () if key in ORDINARY else (pytest.mark.full,)

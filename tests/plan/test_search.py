@@ -31,7 +31,7 @@ def test_a_model_that_fits_is_replicated(thorough):
 
 
 def test_one_device_needs_no_strategy():
-    found = search(planner(subject(*GPT), 1), thorough=False)
+    found = search(planner(subject(*GPT), 1))
     assert found.best is not None
     assert found.best.strategy == "single"
     assert report.settings(found.best)[0].startswith("training.per_device_batch_size=")

@@ -91,7 +91,7 @@ def planned(name: str, rank: int = 0) -> Traffic:
 
 
 FULL = ("keeps", "fsdp", "tensor × ddp", "pipeline × fsdp", "zero1", "zero2")
-FULL += ("zero3", "tensor × fsdp")
+FULL += ("zero3", "tensor × fsdp", "hsdp")
 
 
 @pytest.mark.parametrize(

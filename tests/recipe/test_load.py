@@ -280,3 +280,14 @@ def test_read_tells_which_older_names_were_used(caplog: pytest.LogCaptureFixture
     assert caplog.messages == ["training.learning_rate is read as training.lr"]
     assert loaded.recipe.training.lr == 0.1
     assert loaded.renamed == {"training.learning_rate": "training.lr"}
+
+
+def test_an_override_does_not_stay():
+    usual = load("gpt-micro").training.steps
+    assert load("gpt-micro", [f"training.steps={usual + 1}"]).training.steps == usual + 1
+    assert load("gpt-micro").training.steps == usual
+
+
+def test_a_file_may_use_the_interpolations_of_hydra(folder):
+    write(folder, dated="name: run-${now:%Y}\ntraining: {steps: 5}\n")
+    assert load("dated.yaml").name.startswith("run-20")

@@ -37,13 +37,21 @@ def system(tmp_path_factory):
     return folder
 
 
-def call(system: Path, command: str, *more: str, stdin: str = "", of: str = "", **variables: str):
+def call(
+    system: Path,
+    command: str,
+    *more: str,
+    stdin: str = "",
+    of: str = "",
+    real: bool = False,
+    **variables: str,
+):
     """A command as the README prints it, or a variant `of` that. `./start_training.sh` does nothing
     but start the program that is taken in its place."""
     assert (of or command) in README
     script = r"python \1/scripts/start_training.py"
     words = re.sub(r"^(\S+)/start_training\.sh", script, command).split()
-    return run([*words, *more], system, code=None, stdin=stdin, env=variables)
+    return run([*words, *more], system, code=None, stdin=stdin, env=variables, real=real)
 
 
 def newest(system: Path) -> Path:
@@ -189,7 +197,7 @@ NO_DATA += "muster data make AUDIO_FOLDER data/your-corpus"
 
 def test_absent_weights_and_data_are_named_with_the_command_that_gets_them(system, tmp_path):
     command = "./start_training.sh --config config/whisper_small.yaml"
-    done = call(system, command, HF_HOME=str(tmp_path))
+    done = call(system, command, real=True, HF_HOME=str(tmp_path))
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
     assert first == f"error: {MISSING}"
@@ -207,10 +215,10 @@ def test_weights_that_were_fetched_are_found(system, tmp_path):
     (kept / "refs" / "main").write_text("abc")
     (kept / "snapshots" / "abc" / "config.json").write_text("{}")
     command = "./start_training.sh --config config/whisper_small.yaml"
-    done = call(system, command, HF_HOME=str(tmp_path))
+    done = call(system, command, real=True, HF_HOME=str(tmp_path))
     assert done.stderr.startswith(f"error: {MISSING}"), "a download that was cut short"
     (kept / "snapshots" / "abc" / "model.safetensors").touch()
-    done = call(system, command, HF_HOME=str(tmp_path))
+    done = call(system, command, real=True, HF_HOME=str(tmp_path))
     assert done.stderr.startswith(f"error: {NO_DATA}")
 
 

@@ -1,6 +1,6 @@
 """From a name or a file, and `key=value` overrides, to one validated recipe.
 
-Hydra composes the files. Overrides are read by Hydra's grammar but applied here, after the files:
+Hydra composes a file that builds on others. Overrides are read by Hydra's grammar but applied here, after the files:
 a folder that happens to be called `name` beside a recipe then cannot turn `name=x` into a choice
 of file, an older key name in one layer meets the newer one in the other, and a key that does not
 exist gets our sentence rather than Hydra's. Hydra is imported only where files are composed,
@@ -124,7 +124,14 @@ def _compose(path: Path) -> DictConfig:
     """The file on top of whatever its `defaults:` list names, before overrides."""
     if path.parent == SHIPPED:
         return copy.deepcopy(_composed_once(path))
-    return _composed(path)
+    own = _parse(path)
+    if "hydra" in own:
+        raise RecipeError("hydra: no such key; muster only uses Hydra to compose files")
+    if "defaults" in own or "${" in path.read_text(encoding="utf-8"):  # such as Hydra's ${now:%Y}
+        return _composed(path)
+    config = OmegaConf.create(own)
+    assert isinstance(config, DictConfig)
+    return config
 
 
 @cache
@@ -138,8 +145,6 @@ def _composed(path: Path) -> DictConfig:
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException, MissingConfigException
 
-    if "hydra" in _parse(path):
-        raise RecipeError("hydra: no such key; muster only uses Hydra to compose files")
     searchpath = str(SHIPPED).replace("\\", "\\\\").replace("'", "\\'")
     with _composing, warnings.catch_warnings():
         # Without `_self_` a file's own keys win over its defaults; Hydra would like that spelt out.
