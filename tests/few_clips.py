@@ -1,4 +1,4 @@
-"""A small corpus of speech: a hundred of the embedded one's shorter clips, for tests that train on any speech.
+"""A small corpus of speech, for tests that train on any: a hundred of the embedded one's shorter clips.
 
 Every rank decodes what it trains on before the first step; of the whole corpus that takes seconds.
 """

@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def fixed_port(number: int) -> Iterator[None]:
+    """For a command that names the port, or whose launcher has it as its default: one at a time."""
+    with open(f"{os.environ[ADDRESS]}.port-{number}", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def until(condition: Callable[[], object], limit: float = 90.0) -> None:

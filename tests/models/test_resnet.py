@@ -77,7 +77,7 @@ def their_name(name: str) -> str:
     return f"resnet.embedder.embedder.{kinds[kind]}.{rest}"
 
 
-@pytest.mark.parametrize("depth", [18, 50])
+@pytest.mark.parametrize("depth", [18, pytest.param(50, marks=pytest.mark.full)])
 def test_it_computes_what_transformers_resnet_computes(depth):
     torch.manual_seed(0)
     ours = ResNet(ResNetConfig(depth, classes=7)).double()

@@ -88,6 +88,9 @@ def on_rank(mesh: Mesh, maker: Maker, distributed: dict[str, Any]) -> Any:
     return measure(arranged, maker, distributed, SHARES[mesh.rank])
 
 
+ORDINARY = {("ddp", False), ("fsdp", True), ("zero2", False)}
+
+
 @pytest.mark.parametrize(
     ("strategy", "freeze_encoder"),
     [
@@ -95,7 +98,7 @@ def on_rank(mesh: Mesh, maker: Maker, distributed: dict[str, Any]) -> Any:
             strategy,
             frozen,
             id=f"{strategy}-{'frozen encoder' if frozen else 'whole'}",
-            marks=() if frozen == (strategy in ("fsdp", "zero3")) else pytest.mark.full,
+            marks=() if (strategy, frozen) in ORDINARY else pytest.mark.full,
         )
         for strategy in ("ddp", "fsdp", "zero2", "zero3")
         for frozen in (False, True)

@@ -137,7 +137,8 @@ def train_in_pool(mesh, folder: str, overrides: list[str]) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "collective"), [("ddp", "all_reduce"), ("fsdp", "all_gather")]
+    ("strategy", "collective"),
+    [pytest.param("ddp", "all_reduce", marks=pytest.mark.full), ("fsdp", "all_gather")],
 )
 def test_a_profile_changes_no_loss(ranks, tmp_path, strategy, collective):
     overrides = ["training.epochs=null", "training.steps=7", f"distributed.strategy={strategy}"]

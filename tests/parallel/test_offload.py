@@ -47,7 +47,9 @@ def alone() -> list[float]:
     [
         {"strategy": "fsdp", "fsdp": {"cpu_offload": True}},
         {"strategy": "zero2", "deepspeed": {"offload_optimizer": "cpu"}},
-        {"strategy": "zero3", "deepspeed": {"offload_optimizer": "cpu"}},
+        pytest.param(
+            {"strategy": "zero3", "deepspeed": {"offload_optimizer": "cpu"}}, marks=pytest.mark.full
+        ),
         {"strategy": "zero3", "deepspeed": {"offload_optimizer": "cpu", "offload_param": "cpu"}},
     ],
     ids=["fsdp", "zero2 optimizer", "zero3 optimizer", "zero3 everything"],

@@ -9,7 +9,8 @@ from muster.check.parity import ROWS, TOLERANCE, Row, distance
 from parity.table import train_row
 
 MODELS = ("gpt", "llama", "lmu", "whisper")
-# One row of each strategy but tensor × pipeline and the 3-D one, models and accumulations in turn; the rest with --full.
+# Models and accumulations in turn. The rest with --full: among it shard_grad_op, tensor × ddp, tensor ×
+# pipeline and the three-dimensional layout, whose parts are tested here.
 ORDINARY = {
     ("ddp", 2, "gpt", 4),
     ("fsdp", 2, "whisper", 4),

@@ -63,7 +63,7 @@ def skip_one(mesh, stage: int) -> list[bool]:
     return [kept, moved]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.full) for s in (2, 3))])
 def test_zero_forgets_the_gradients_of_a_skipped_step(ranks, stage):
     pytest.importorskip("deepspeed")
     assert ranks(2)(skip_one, stage) == [[True, True]] * 2

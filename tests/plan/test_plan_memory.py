@@ -220,7 +220,7 @@ PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
 }
 
 
-ORDINARY_PEAKS = ("ddp", "whole gradients bf16", "sums each", "pipeline × fsdp")
+ORDINARY_PEAKS = ("whole gradients bf16", "sums each", "pipeline × fsdp")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
     assert products[0] == pytest.approx(products[1], rel=1e-9)
 
 
+@pytest.mark.full
 def test_checkpointing_keeps_less_and_computes_more():
     thing = subject(*LLAMA)
     loads = {

@@ -168,7 +168,7 @@ def in_all(sent: Counter[Sent]) -> Counter[str]:
     return total
 
 
-ORDINARY = ("ddp", "tensor", "pipeline tied", "fsdp frozen")
+ORDINARY = ("ddp", "pipeline tied", "fsdp frozen")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SHORT += ["evaluation.every_steps=null", "evaluation.final=false"]
 @pytest.mark.parametrize(
     ("command", "ranks", "batch"),
     [
-        ("python scripts/train.py", 1, 16),
+        pytest.param("python scripts/train.py", 1, 16, marks=pytest.mark.guides),
         ("torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, 32),
         pytest.param(
             "python scripts/train_distributed.py distributed.devices=2",
@@ -50,7 +50,9 @@ def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     ("command", "ranks"),
     [
         ("python test_distributed_setup.py", 2),
-        ("torchrun --nproc_per_node=1 test_distributed_setup.py", 1),
+        pytest.param(
+            "torchrun --nproc_per_node=1 test_distributed_setup.py", 1, marks=pytest.mark.guides
+        ),
     ],
 )
 def test_the_set_up_is_tested_as_the_guide_prints_it(command, ranks):
