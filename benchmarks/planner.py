@@ -108,7 +108,8 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
     from muster import runs
     from muster.launch.cluster import Place
     from muster.train import loop, memory
-    from muster.worker import meet, prepare
+    from muster.worker.main import meet
+    from muster.worker.prepare import prepare
 
     gc.collect()
     if torch.cuda.is_available():

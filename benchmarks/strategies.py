@@ -63,7 +63,7 @@ def measure(recipe: Any, mesh: Any, folder: Path) -> dict[str, int]:
     """In the second step: by then AdamW has its averages."""
     from muster import runs
     from muster.train import loop
-    from muster.worker import prepare
+    from muster.worker.prepare import prepare
 
     if mesh.first:
         (folder / "ranks").mkdir(parents=True)

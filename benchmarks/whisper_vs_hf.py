@@ -124,7 +124,7 @@ def time_muster(recipe: Any, clock: Clock, folder: Path, args: argparse.Namespac
     from muster.parallel import mesh as meshes
     from muster.parallel.layout import Layout
     from muster.train.loop import train
-    from muster.worker import prepare
+    from muster.worker.prepare import prepare
 
     mesh = meshes.join(0, 0, Layout(), "auto", 600.0)
     job = prepare(recipe, mesh, runs.create(folder, "benchmark", {}))

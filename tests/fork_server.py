@@ -44,7 +44,7 @@ import psutil
 import setproctitle
 
 IMPORTS = (
-    "muster.worker",
+    "muster.worker.main",
     "muster.cli",
     "muster.scripts",
     "muster.launch.agent",

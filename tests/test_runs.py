@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 
 from muster import runs
-from muster.errors import MusterError
+from muster.errors import LaunchError, MusterError
 
 
 @pytest.fixture
@@ -343,3 +344,19 @@ def test_a_run_of_another_host_is_asked_but_never_signalled(root, gone):
         runs.stop(run, 0.1)
     assert (run.path / "stop-requested").exists()
     assert run.processes() == []
+
+
+def test_a_run_has_one_owner_at_a_time(tmp_path):
+    run = runs.create(tmp_path, "speech", {})
+    words = rf"by process {os.getpid()} on .*`muster stop`"
+    with run.claim(), pytest.raises(LaunchError, match=words):
+        runs.Run(run.path).claim()
+    runs.Run(run.path).claim().close()
+
+
+def test_the_owner_of_a_run_that_has_ended_may_take_a_moment_to_leave(tmp_path):
+    run = runs.create(tmp_path, "speech", {})
+    claim = run.claim()
+    run.update(state="finished")
+    threading.Timer(0.3, claim.close).start()
+    run.claim().close()

@@ -14,7 +14,7 @@ import soundfile
 
 from muster import runs
 from muster.train.loop import train
-from muster.worker import finish
+from muster.worker.results import finish
 from training import make_job
 
 CLIPS, BROKEN = 12, (1, 4, 5, 8, 11)

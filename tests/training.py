@@ -13,7 +13,7 @@ from muster.observe.results import read_lines
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 from muster.train.loop import Job, train
-from muster.worker import prepare
+from muster.worker.prepare import prepare
 
 SMALL = ["logging.tensorboard=false", "evaluation.every_steps=null", "checkpoint.every_steps=null"]
 SPEECH = ("speech", "speech-streaming", "whisper-micro")

@@ -28,7 +28,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from muster import records, runs, worker
+from muster import runs
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader
 from muster.data.packing import PackedSource
@@ -50,6 +50,9 @@ from muster.train.evaluate import Alone
 from muster.train.loop import Job
 from muster.train.optimizer import learning_rate, peak_lr
 from muster.train.precision import resolve_precision
+from muster.worker.main import meet
+from muster.worker.prepare import look, open_source
+from muster.worker.results import final_scores, write_plan, write_results
 
 STRATEGY = "hf-ddp"
 
@@ -189,11 +192,11 @@ class Notebook(TrainerCallback):
 
 
 def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[str, Any]:
-    """What `muster.worker.run_rank` does, with the Trainer in the loop's place."""
+    """What `muster.worker.main.run_rank` does, with the Trainer in the loop's place."""
     sizes = _sizes(recipe, place.world)
-    task = cast(CausalLM, worker.look(recipe, place.world))
-    mesh, run = worker.meet(recipe, place, run)
-    source = cast(PackedSource, worker.open_source(task, recipe, mesh))
+    task = cast(CausalLM, look(recipe, place.world))
+    mesh, run = meet(recipe, place, run)
+    source = cast(PackedSource, open_source(task, recipe, mesh))
     job = _job(recipe, task, source, mesh, run, sizes)
     trainer = _trainer(job, source, sizes, run.path / "trainer")
     trainer.train()
@@ -203,15 +206,10 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
         cast(PreTrainedModel, trainer.model).save_pretrained(folder)
     mesh.barrier()
     materialise(job.engine.parts[0], FolderWeights(folder, task.config), mesh.device)
-    final = worker.final_scores(job) if done == job.steps else None
+    final = final_scores(job, done)
     results: dict[str, Any] = {}
     if mesh.first:
-        if final:
-            job.observer.evaluation(done, final.split, final.scores)
-        results = records.results_page(job, run, done) | records.scores_part(final)
-        results |= {"balance": None, "checkpoint": str(folder)}
-        write_json(run.path / "training_results.json", results)
-        run.update(state=results["status"], ended=time.time(), exit_code=0)
+        results = write_results(job, run, done, final, balance=None, checkpoint=str(folder))
     job.observer.close()
     meshes.leave()
     return results
@@ -257,7 +255,7 @@ def _job(
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     precision = resolve_precision(recipe.training.precision, mesh.device)
-    records.describe(run, mesh, sizes, plan, steps, precision, parameter_count(task), {})
+    write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {})
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
         write_json(run.path / "plan.json", planned | {"strategy": STRATEGY})

@@ -10,6 +10,7 @@ import difflib
 import fcntl
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,13 +19,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from muster.errors import MusterError
+from muster.errors import LaunchError, MusterError
 from muster.observe.results import STOP_FILE, read_last, write_json
+
+log = logging.getLogger(__name__)
 
 ENDED = ("finished", "failed", "stopped")
 ALIVE = ("queued", "starting", "running")
@@ -58,6 +62,30 @@ class Run:
         with (self.path / ".run.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def claim(self) -> TextIOWrapper:
+        """Become the run's one owner, until the file that is returned is closed in every process that
+        has it open. The lock is the kernel's, on shared storage too: it goes with its holder."""
+        file, end = (self.path / ".owner.lock").open("a"), time.monotonic() + GRACE_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except BlockingIOError:
+                if self.state() in ALIVE or time.monotonic() > end:
+                    file.close()
+                    raise self._taken() from None
+                time.sleep(0.05)  # the owner of a run that has ended is about to leave
+            except OSError as error:
+                log.warning("%s: no locks on this file system (%s)", self.path, error.strerror)
+                return file
+
+    def _taken(self) -> LaunchError:
+        info = self.info()
+        return LaunchError(
+            f"{self.name} is being run already, by process {info.get('pid')} on {info.get('host')}; "
+            "watch it with `muster watch`, or end it with `muster stop`"
+        )
 
     def own(self, process: int | None = None) -> None:
         """Note which process stands for the run, so that others can tell whether it lives."""

@@ -34,7 +34,7 @@ from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 from muster.start import provide
-from muster.worker import run_rank
+from muster.worker.main import run_rank
 
 log = logging.getLogger(__name__)
 

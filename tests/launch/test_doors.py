@@ -9,10 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from muster import runs
+from muster.cli import app
+from muster.errors import LaunchError
 from muster.runs import Run
-from processes import MUSTER, runs_module, start, until
+from processes import MUSTER, free_port, runs_module, start, until
 from tiny import LONG, STEPS, losses
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
@@ -46,7 +49,7 @@ def as_alone(undisturbed) -> object:
             id="mpirun",
         ),
         pytest.param(
-            [DEEPSPEED, "--num_gpus=2", "--module", "muster"],
+            [DEEPSPEED, "--num_gpus=2", f"--master_port={free_port()}", "--module", "muster"],
             {"DS_ACCELERATOR": "cpu"},
             marks=[
                 pytest.mark.guides,
@@ -104,6 +107,16 @@ def test_a_signal_asks_for_a_checkpoint_at_the_next_step(recipe, tmp_path, numbe
     done = len(said_of(tmp_path))
     manifest = the_run(tmp_path).path / "checkpoints" / f"step-{done}" / "manifest.json"
     assert manifest.exists()
+
+
+@pytest.mark.parametrize("flag", ["--gpus=2", "--nodes=2", "--run=mine", "--detach"])
+def test_what_a_rank_cannot_heed_is_refused_by_name(monkeypatch, recipe, flag):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=f"leave {flag.partition('=')[0]} out"):
+        CliRunner().invoke(app, ["train", recipe, flag], catch_exceptions=False)
 
 
 def test_a_process_that_is_a_rank_already_starts_no_others(recipe, tmp_path):

@@ -14,14 +14,10 @@ import pytest
 import processes
 from muster import runs
 from muster.runs import Run
-from processes import runs_module, until
+from processes import MUSTER, muster, python_path, runs_module, until
 from tiny import LONG, losses
 
 STEPS = 24
-
-
-def muster(*arguments: str, folder: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    return processes.muster(*arguments, folder=folder, code=code)
 
 
 @pytest.fixture
@@ -123,6 +119,68 @@ def test_a_killed_launcher_takes_its_ranks_along_and_the_run_can_be_continued(
     shown = muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
     assert "resumed at step" in shown.stdout
     assert losses(run) == expected(undisturbed)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+HELD_UP = """
+import os, sys, time
+if "muster.worker" in sys.orig_argv:
+    open(f"{os.environ['HELD_UP']}/{os.getpid()}", "w")
+    time.sleep(1.5)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_ranks_whose_supervisor_is_killed_while_they_start_end_too(recipe, tmp_path, ranks):
+    """Before they have imported anything, and so before they could ask the kernel for it."""
+    (tmp_path / "sitecustomize.py").write_text(HELD_UP)
+    (tmp_path / "starting").mkdir()
+    env = {"HELD_UP": str(tmp_path / "starting"), **python_path(tmp_path)}
+    words = [recipe, LONG, "--gpus", str(ranks), "--detach"]
+    muster("train", *words, folder=tmp_path, env=env)
+    run = runs.find("latest", tmp_path / "runs")
+    until(lambda: len(list((tmp_path / "starting").iterdir())) == ranks)
+    psutil.Process(run.info()["pid"]).kill()
+    started = [int(path.name) for path in (tmp_path / "starting").iterdir()]
+    until(lambda: not any(map(lives, started)), limit=20)
+    assert losses(run) == []
+
+
+def test_of_two_starts_at_once_one_is_refused_by_name(undisturbed, start, tmp_path):
+    run = start()
+    until(lambda: len(losses(run)) > 2)
+    ranks = workers(run)
+    psutil.Process(run.info()["pid"]).kill()
+    psutil.wait_procs(ranks, timeout=10)
+    words = [*MUSTER, "train", "runs/latest", "--gpus", "2", "--detach"]
+    both = [processes.start(words, tmp_path) for _ in range(2)]
+    said = [process.communicate(timeout=100)[0] for process in both]
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    refused = said[[process.returncode for process in both].index(2)]
+    assert f"{run.name} is" in refused
+    until(lambda: ended(run))
+    assert run.state() == "finished"
+    assert losses(run) == expected(undisturbed)
+
+
+def test_a_run_killed_during_its_first_save_begins_again(undisturbed, start, tmp_path):
+    run = start("checkpoint.every_steps=null")
+    until(lambda: len(losses(run)) > 2)
+    ranks = workers(run)
+    psutil.Process(run.info()["pid"]).kill()
+    psutil.wait_procs(ranks, timeout=10)
+    cut_short = run.path / "checkpoints" / "step-3"
+    cut_short.mkdir(parents=True)
+    (cut_short / "__0_0.distcp").write_bytes(b"half")
+    muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
+    assert losses(run) == expected(undisturbed)
+    assert cut_short.is_dir()
 
 
 def test_a_stopped_run_saves_at_the_next_step_and_goes_on_on_fewer_ranks(

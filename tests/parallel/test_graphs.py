@@ -29,7 +29,7 @@ def course(folder, recipe: str, overrides: list[str]) -> list[tuple[float, float
     from muster import runs
     from muster.parallel import mesh as meshes
     from muster.train.loop import train
-    from muster.worker import prepare
+    from muster.worker.prepare import prepare
 
     mesh = meshes.join(0, 0, Layout(), "cuda", 60.0)
     try:

@@ -45,7 +45,7 @@ def score(
     from muster import runs
     from muster.models import whisper
     from muster.train.evaluate import evaluate
-    from muster.worker import prepare
+    from muster.worker.prepare import prepare
 
     recipe = load(RECIPES[model], short_recipe([*overrides_for(model, corpus), *options]))
     Path(folder, "ranks").mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from muster.tasks import build_task
 from muster.tasks.image_classification import ImageClassification
 from muster.train.evaluate import evaluate
 from muster.train.loop import train
-from muster.worker import prepare
+from muster.worker.prepare import prepare
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 40, 40, 3), np.uint8)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from muster.errors import CheckpointError
-from muster.observe.results import read_lines
-from muster.train.checkpoint import open_checkpoint, read_manifest, step_folders, verify
+from muster.observe.results import complete_steps, read_lines, step_folders
+from muster.train.checkpoint import open_checkpoint, read_manifest, verify
 from muster.train.loop import train
 from pool import RankError
 from training import make_job, run_training, weights
@@ -211,6 +211,20 @@ def test_a_disk_that_fills_while_saving_is_a_sentence_too(ranks, small_disk):
     assert "step-2 could not be written" in failure.value.message
     assert "where 0.0 MiB were free" in failure.value.message
     assert not step_folders(small_disk / "checkpoints")
+
+
+def test_foreign_names_beside_the_checkpoints_are_left_alone(ranks, recipe, tmp_path):
+    """Copies that a user made, and digits that are none to Python."""
+    asked = ["training.steps=4", "checkpoint.every_steps=2", "checkpoint.keep=1"]
+    root = tmp_path / "checkpoints"
+    strange = [root / name for name in ("step-2.bak", "step-²", "step-007", "step-")]
+    for folder in strange:
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("mine")
+    ranks(1)(run_training, str(tmp_path), asked, recipe)
+    assert step_folders(root) == [root / "step-4"]
+    assert complete_steps(tmp_path) == [4]
+    assert all((folder / "manifest.json").read_text() == "mine" for folder in strange)
 
 
 def test_opening_a_folder_without_a_checkpoint_says_so(tmp_path):

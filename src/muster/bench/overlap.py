@@ -30,7 +30,7 @@ from muster.plan.messages import Message
 from muster.plan.trace import Recorder
 from muster.recipe.load import load
 from muster.train.loop import Job
-from muster.worker import look, prepare
+from muster.worker.prepare import look, prepare
 
 WARM_UP, LEAST, MOST = 2, 5, 200  # calls, and rounds that count
 PREFETCH = {"none": (False, False), "backward": (False, True), "both": (True, True)}

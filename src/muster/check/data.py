@@ -31,10 +31,7 @@ QUIET = ["logging.tensorboard=false", "checkpoint.resume=auto", "checkpoint.ever
 
 def measure(seat: Seat) -> Account:
     """Optimizer steps per second that the loader could feed, and that the model could take."""
-    from muster.worker import (
-        look,
-        prepare,
-    )  # all of training: a check without a recipe starts faster
+    from muster.worker.prepare import look, prepare  # all of training; not every check needs it
 
     options = seat.options
     recipe = load(options.recipe or "", [*options.overrides, *QUIET])

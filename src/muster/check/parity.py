@@ -21,7 +21,7 @@ from muster.parallel.engine import whole
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 from muster.train.loop import Job, train
-from muster.worker import prepare
+from muster.worker.prepare import prepare
 
 # Another order of the same float32 sums moves a gradient norm by about 1e-7. Each optimizer step
 # builds on the last, and AdamW divides by the root of a small average, so differences grow a little

@@ -10,6 +10,8 @@ from muster.cli.common import console
 from muster.errors import LaunchError
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
@@ -39,8 +41,11 @@ def _await_end(run: Run) -> None:
         run.update(state="stopped")
 
 
-def open_run(recipe: Recipe, existing: Run | None, name: str | None, index: bool = True) -> Run:
-    """The run to work in: a new one, or one that goes on with the maths it began with."""
+def open_run(
+    recipe: Recipe, existing: Run | None, name: str | None, index: bool = True
+) -> tuple[Run, TextIOWrapper]:
+    """The run to work in, and the claim on it: a new one, or one that goes on with the maths it began
+    with."""
     from muster import runs
 
     root = Path(recipe.logging.dir)
@@ -52,8 +57,9 @@ def open_run(recipe: Recipe, existing: Run | None, name: str | None, index: bool
     if index:
         _index_speech(recipe)
     run = existing or runs.create(root, recipe.name, {}, exact=name)
+    claim = run.claim()
     _write_recipe(run, recipe)
-    return run
+    return run, claim
 
 
 def check_before_launch(recipe: Recipe, ranks: int) -> None:
@@ -91,11 +97,13 @@ def _index_speech(recipe: Recipe) -> None:
 
 
 def _check_same_maths(run: Run, recipe: Recipe) -> None:
-    """A run goes on only with the maths it began with; asked before its recipe is replaced."""
-    from muster.train.checkpoint import open_checkpoint, step_folders
+    """A run goes on only with the maths it began with; asked before its recipe is replaced. One that
+    was killed during its first save has no checkpoint to go on from, and begins again."""
+    from muster.observe.results import complete_steps
+    from muster.train.checkpoint import open_checkpoint
     from muster.train.same_maths import refuse_other_recipe
 
-    if step_folders(run.path / "checkpoints"):
+    if complete_steps(run.path):
         refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
 
 

@@ -25,6 +25,8 @@ from muster.cli.ready import check_before_launch, existing_run, open_run
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from muster.hardware.inventory import Inventory
     from muster.launch.cluster import Node, Place
     from muster.recipe.schema import Recipe
@@ -102,7 +104,8 @@ def train(
         changes.append("logging.profile=3")
     place = cluster.detect(os.environ)
     if on == "local" and place.world > 1 and not cluster.slurm_launcher(os.environ):
-        return _as_rank(recipe, changes, place, gpus or nodes)
+        flags = {"--gpus": gpus, "--nodes": nodes, "--run": run_name, "--detach": detach}
+        return _as_rank(recipe, changes, place, [name for name, value in flags.items() if value])
     node = cluster.Node()
     if on == "local":
         node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
@@ -116,18 +119,25 @@ def train(
     addresses.check(node)
     if node.rank > 0:
         return _join(node, resolved, ranks)
-    run = open_run(resolved, existing, run_name)
-    local_start(run, ranks, node, detach, _devices(found, ranks))
+    run, claim = open_run(resolved, existing, run_name)
+    with claim:  # the supervisor holds it too, from its start to its end
+        _supervise(run, claim, ranks, node)
+    console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
+    _follow(run, node, detach)
 
 
-def local_start(run: Run, ranks: int, node: Node, detach: bool, devices: str) -> None:
+def _supervise(run: Run, claim: TextIOWrapper, ranks: int, node: Node) -> None:
     from muster.launch import local
     from muster.observe.results import STOP_FILE
 
     (run.path / STOP_FILE).unlink(missing_ok=True)
     run.update(state="starting", exit_code=None, failure=None, slurm_job=None)
-    local.start(run, ranks, node)
-    console.print(f"run [bold]{run.name}[/] on {devices}")
+    local.start(run, ranks, node, claim)
+
+
+def _follow(run: Run, node: Node, detach: bool) -> None:
+    from muster.launch import local
+
     if node.nodes > 1:
         console.print(
             f"node 0 of {node.nodes}; the others: --nodes {node.nodes} --node-rank 1 … "
@@ -141,14 +151,14 @@ def local_start(run: Run, ranks: int, node: Node, detach: bool, devices: str) ->
     show_until_end(run)
 
 
-def _as_rank(recipe: str, changes: list[str], place: Place, asked: object) -> None:
+def _as_rank(recipe: str, changes: list[str], place: Place, flags: list[str]) -> None:
     """Someone else started one process per rank, and this is one of them."""
     from muster.scripts import train_here
 
-    if asked:
+    if flags:
         raise LaunchError(
             f"{place.launcher} has started {place.world} ranks already, and this is rank {place.rank}; "
-            f"leave --gpus and --nodes out, or start one process per machine instead"
+            f"leave {' and '.join(flags)} out, or start one process per machine instead"
         )
     train_here(recipe, changes)
 
@@ -197,7 +207,8 @@ def _submit(
     solve(recipe.training, layout_for(recipe.distributed, ranks * nodes).data_ranks)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
-    run = open_run(recipe, existing, name, index=on == "slurm")
+    run, claim = open_run(recipe, existing, name, index=on == "slurm")
+    claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
     job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)

@@ -15,7 +15,7 @@ import psutil
 from muster.errors import LaunchError
 from muster.launch import cluster
 from muster.launch.cluster import Node, Place
-from muster.launch.rank import die_with_parent
+from muster.launch.parent import die_with_parent
 
 RANK_BYTES = 2**28  # of a process that has imported torch, at the least
 

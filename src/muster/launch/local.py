@@ -16,12 +16,14 @@ import subprocess
 import sys
 import threading
 import time
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from muster.errors import SHRINK, LaunchError, MusterError
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
+from muster.launch.parent import SUPERVISOR
 from muster.observe import heartbeat
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
@@ -32,13 +34,18 @@ from muster.runs import Run
 log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
+_claims: list[Any] = []  # held until this process ends
 ONE_NODE = Node()
 
 
-def start(run: Run, ranks: int, node: Node = ONE_NODE) -> subprocess.Popen[bytes]:
-    """Leave a supervisor behind in a session of its own: neither Ctrl-C nor hang-up reaches it."""
+def start(
+    run: Run, ranks: int, node: Node = ONE_NODE, claim: TextIOWrapper | None = None
+) -> subprocess.Popen[bytes]:
+    """Leave a supervisor behind in a session of its own: neither Ctrl-C nor hang-up reaches it. It
+    takes over the `claim` on the run, or makes its own."""
     where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
     where += ["--master-port", node.port]
+    where += ["--claim", claim.fileno()] if claim else []
     command = [sys.executable, "-m", "muster.launch.local", run.path, ranks, *where]
     with (run.path / log_name(node)).open("ab") as out:
         process = subprocess.Popen(
@@ -47,6 +54,7 @@ def start(run: Run, ranks: int, node: Node = ONE_NODE) -> subprocess.Popen[bytes
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=[claim.fileno()] if claim else [],
         )
     while node.rank == 0 and run.info().get("pid") != process.pid and process.poll() is None:
         time.sleep(0.02)  # until it answers for the run, so that nobody takes the run for dead
@@ -78,6 +86,7 @@ class Supervisor:
             self.run.keep_alive()
             self.nodes.publish(path=str(self.run.path.resolve()), recipe=self.recipe.as_dict())
         self._set_environment()
+        os.environ[SUPERVISOR] = str(os.getpid())
         while True:
             if self.speaks:
                 clear_last_words(self.run.path)
@@ -232,6 +241,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--master-addr", default="")
     parser.add_argument("--master-port", type=int, default=0)
+    parser.add_argument("--claim", type=int, help="open file with the lock on the run")
     asked = parser.parse_args(arguments)
     set_up("launcher")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
@@ -240,6 +250,12 @@ def main(arguments: list[str]) -> int:
         os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
     )
     if node.rank == 0:
+        try:
+            claim = run.claim() if asked.claim is None else os.fdopen(asked.claim)
+        except LaunchError as error:
+            log.error("%s", error)
+            return 2
+        _claims.append(claim)
         run.own()
     stop_on_signal(run)
     codes: list[int] = []

@@ -3,11 +3,9 @@ last words."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
@@ -57,6 +55,7 @@ def speaking_for(run: runs.Run, place: Place) -> Iterator[None]:
     if place.rank > 0:
         yield
         return
+    claim = run.claim()
     run.own()
     run.keep_alive()
     run.update(state="running", ranks=place.world, failure=None, exit_code=None)
@@ -68,6 +67,8 @@ def speaking_for(run: runs.Run, place: Place) -> Iterator[None]:
         found = failure.collect(run.path, {}, place.world)
         run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
         raise
+    finally:
+        claim.close()
 
 
 def leave_word(folder: Path, rank: int, error: BaseException) -> None:
@@ -91,12 +92,6 @@ def leave_word(folder: Path, rank: int, error: BaseException) -> None:
         write_json(folder / "ranks" / f"{rank}.error.json", document)
     except OSError:
         log.error("and the disk has no room for these words either")
-
-
-def die_with_parent() -> None:
-    """A launcher that is killed cannot end its workers; the kernel does it for us."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def leave(code: int) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections import defaultdict
 from contextlib import suppress
@@ -44,10 +45,22 @@ def write_json(path: Path, document: Any) -> None:
     os.replace(temporary, path)
 
 
+def step_of(folder: Path) -> int:
+    """The step of a checkpoint by the name of its folder, `step-<n>`; -1 for any other name."""
+    found = re.fullmatch(r"step-(0|[1-9][0-9]*)", folder.name)
+    return int(found[1]) if found else -1
+
+
+def step_folders(root: Path) -> list[Path]:
+    """Every `step-<n>` folder, newest first, complete or not. Other names are left alone."""
+    found = [path for path in root.glob("step-*") if step_of(path) >= 0 and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
 def complete_steps(run: Path) -> list[int]:
     """Steps whose checkpoints are whole, as far as their manifests tell."""
-    manifests = (run / "checkpoints").glob("step-*/manifest.json")
-    return sorted(int(path.parent.name.removeprefix("step-")) for path in manifests)
+    folders = step_folders(run / "checkpoints")
+    return sorted(step_of(path) for path in folders if (path / "manifest.json").is_file())
 
 
 def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:

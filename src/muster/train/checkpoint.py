@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from muster.errors import CheckpointError
 from muster.observe.heartbeat import beat
+from muster.observe.results import step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 
@@ -49,16 +50,6 @@ class Saved:
     @property
     def step(self) -> int:
         return int(self.manifest["trainer"]["step"])
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
-
-
-def step_folders(root: Path) -> list[Path]:
-    """Every `step-<n>` folder, newest first, complete or not."""
-    found = [p for p in root.glob("step-*") if p.is_dir() and p.name[5:].isdigit()]
-    return sorted(found, key=step_of, reverse=True)
 
 
 def digest(path: Path) -> str:
@@ -310,9 +301,8 @@ class Checkpoints:
 
 def _size(root: Path) -> int:
     """Bytes in the newest checkpoint, though files may vanish on the way."""
-    folders = sorted(root.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    total = 0
-    for path in folders[-1].iterdir() if folders else ():
+    folders, total = step_folders(root), 0
+    for path in folders[0].iterdir() if folders else ():
         with suppress(OSError):
             total += path.stat().st_size
     return total

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.data.corpus import Split
 from muster.data.loader import Batch, Loader
 from muster.errors import DataError
 from muster.observe.heartbeat import beat
@@ -25,7 +26,7 @@ from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 from muster.train import memory
 from muster.train.checkpoint import Checkpoints
-from muster.train.evaluate import evaluate
+from muster.train.evaluate import Evaluation, evaluate
 from muster.train.optimizer import learning_rate, seed_step
 from muster.train.precision import LossScale, autocast
 
@@ -91,7 +92,7 @@ def train(job: Job) -> int:
         done = step + 1
         last = done == job.steps or stopping
         if _due(done, job.recipe.evaluation.every_steps) and not last:
-            _score(job, done)
+            score(job, done, "validation")
         if _due(done, saving.every_steps) or stopping or (last and saving.final):
             _save(job, done)
         if last:
@@ -225,19 +226,23 @@ def agree_on_buffers(job: Job) -> None:
                 dist.broadcast(buffer, 0)
 
 
-def _score(job: Job, done: int) -> None:
+def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
+    """The scores after `done` steps, on the first of `splits` that has data; recorded as well."""
     agree_on_buffers(job)
     with memory.explained(job, done - 1, "evaluation"):
-        result = evaluate(
-            job.task,
-            job.engine,
-            "validation",
-            job.mesh,
-            job.evaluation_batch,
-            lambda: autocast(job.precision, job.mesh.device),
-        )
-    if result is not None:
-        job.observer.evaluation(done, result.split, result.scores)
+        for split in splits:
+            found = evaluate(
+                job.task,
+                job.engine,
+                split,
+                job.mesh,
+                job.evaluation_batch,
+                lambda: autocast(job.precision, job.mesh.device),
+            )
+            if found is not None:
+                job.observer.evaluation(done, found.split, found.scores)
+                return found
+    return None
 
 
 def _save(job: Job, done: int) -> None:

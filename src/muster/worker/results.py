@@ -1,4 +1,4 @@
-"""What a run leaves on paper: what was planned, what was found, how it ended."""
+"""What a run leaves in its directory: plan.json, environment.json and training_results.json."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from muster.observe.results import complete_steps, read_lines, summarise_metrics
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.plan.batch import BatchSizes
-from muster.train.evaluate import Evaluation
-from muster.train.loop import Job
+from muster.train.evaluate import Evaluation, tell_broken
+from muster.train.loop import Job, score
 
 
-def describe(
+def write_plan(
     run: runs.Run,
     mesh: Mesh,
     sizes: BatchSizes,
@@ -74,6 +74,32 @@ def _device_name(mesh: Mesh) -> str:
     if mesh.device.type == "cuda":
         return f"{torch.cuda.get_device_name(mesh.device)} ({mesh.device})"
     return f"CPU ({torch.get_num_threads()} threads)"
+
+
+def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+    """Score what was trained, and write the results: rank 0 returns them."""
+    final = final_scores(job, done)
+    tell_broken(job.loader.source, job.mesh)
+    if not job.mesh.first:
+        return {}
+    return write_results(job, run, done, final)
+
+
+def final_scores(job: Job, done: int) -> Evaluation | None:
+    """Of a run that came to its end: on test data if there is any, else on validation data."""
+    if done < job.steps or not job.recipe.evaluation.final:
+        return None
+    return score(job, done, "test", "validation")
+
+
+def write_results(
+    job: Job, run: runs.Run, done: int, final: Evaluation | None, **changes: Any
+) -> dict[str, Any]:
+    """training_results.json, and the end of the run in run.json."""
+    results = results_page(job, run, done) | scores_part(final) | changes
+    write_json(run.path / "training_results.json", results)
+    run.update(state=results["status"], ended=time.time(), exit_code=0)
+    return results
 
 
 def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""One rank's life: join the others, build, train, score, leave."""

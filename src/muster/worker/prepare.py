@@ -1,0 +1,235 @@
+"""Everything that a rank builds before its first step: data, layout, engine, and where it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster import runs
+from muster.data.batches import BatchPlan
+from muster.data.loader import Loader, Source
+from muster.errors import DataError, RecipeError
+from muster.hardware import environment, inventory
+from muster.observe.observer import Observer
+from muster.observe.profile import Profile
+from muster.observe.results import write_json
+from muster.parallel.apply import apply
+from muster.parallel.deepspeed_config import config_for
+from muster.parallel.engine import Engine
+from muster.parallel.layout import Layout, layout_for
+from muster.parallel.mesh import Mesh
+from muster.parallel.pipeline import microbatches
+from muster.plan.batch import BatchSizes
+from muster.plan.strategy import decide, parameter_count
+from muster.recipe.schema import Recipe
+from muster.tasks import build_task
+from muster.tasks.base import Task
+from muster.train import memory
+from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint
+from muster.train.loop import Job
+from muster.train.optimizer import make_optimizer
+from muster.train.precision import LossScale, resolve_precision
+from muster.train.same_maths import refuse_other_data, refuse_other_recipe
+from muster.worker.results import write_plan
+
+log = logging.getLogger(__name__)
+
+
+def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
+    """Everything built, the newest checkpoint loaded, ready for the first step."""
+    precision = resolve_precision(recipe.training.precision, mesh.device)
+    task = task or look(recipe, mesh.world)
+    source = open_source(task, recipe, mesh)
+    decision = decide(recipe, task, source, mesh, precision)
+    mesh = mesh.arranged(decision.layout)
+    pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
+    sizes = memory.shrunk(decision.sizes, mesh, run.path, pieces)
+    loader = open_data(recipe, task, source, mesh, sizes, pieces)
+    engine = build_engine(recipe, task, mesh, sizes, precision, run)
+    checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
+    steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
+    observer = Observer(
+        run.path,
+        mesh.rank,
+        every_steps=recipe.logging.every_steps,
+        tensorboard=recipe.logging.tensorboard,
+        start=resumed.step,
+    )
+    parameters = parameter_count(task)
+    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, decision.promised)
+    if resumed.saved or resumed.passed_over:
+        path, passed_over = str(resumed.saved and resumed.saved.path), resumed.passed_over
+        observer.event("resumed", step=resumed.step, path=path, passed_over=passed_over)
+    scale = LossScale.for_precision(precision)
+    scale.load(resumed.trainer.get("scale", {}))
+    observer.event("started", step=resumed.step, steps=steps, world=mesh.world)
+    asked = recipe.logging.profile
+    return Job(
+        recipe,
+        task,
+        engine,
+        mesh,
+        loader,
+        checkpoints,
+        observer,
+        precision,
+        steps,
+        start=resumed.step,
+        bad_steps=resumed.trainer.get("bad_steps", 0),
+        scale=scale,
+        profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
+    )
+
+
+def open_data(
+    recipe: Recipe, task: Task, source: Source, mesh: Mesh, sizes: BatchSizes, pieces: int
+) -> Loader:
+    """This rank's share of every global batch, in micro-batches of as many `pieces`."""
+    plan = BatchPlan(
+        source.lengths,
+        sizes.global_batch,
+        recipe.seed,
+        recipe.data.pool_batches,
+        groups=source.groups,
+        windows=task.windows(source.lengths, training=True),
+    )
+    source.reserve(plan.reach)
+    workers = recipe.data.workers
+    return Loader(
+        source,
+        plan,
+        task.collate,
+        rank=mesh.data_rank,
+        ranks=mesh.layout.data_ranks,
+        accumulation=sizes.accumulation * pieces,
+        workers=environment.data_workers(inventory.detect(), 1) if workers == "auto" else workers,
+        prefetch=recipe.data.prefetch,
+        pin=mesh.device.type == "cuda",
+    )
+
+
+def build_engine(
+    recipe: Recipe, task: Task, mesh: Mesh, sizes: BatchSizes, precision: str, run: runs.Run
+) -> Engine:
+    """The model and its optimizer under the layout, with weights drawn from the seed or read."""
+    torch.manual_seed(recipe.seed)
+    solved = _with_sizes(recipe, sizes)
+    if mesh.layout.zero and mesh.first:
+        document = config_for(solved, mesh.layout.zero, mesh.world, precision)
+        write_json(run.path / "deepspeed.json", document)
+    make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
+    return apply(task, mesh, solved, precision, make)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on: the checkpoint it was loaded from, if any, and the trainer's own state."""
+
+    saved: Saved | None
+    passed_over: list[str]
+    trainer: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.trainer["step"])
+
+
+def resume(
+    recipe: Recipe, task: Task, source: Source, mesh: Mesh, run: runs.Run, engine: Engine
+) -> tuple[Checkpoints, Resumed]:
+    """The run's checkpoints, and the newest complete one loaded into `engine`."""
+    data = _fingerprint(source, mesh)
+    checkpoints = Checkpoints(
+        run.path / "checkpoints",
+        mesh,
+        recipe.as_dict(),
+        {**task.assets, "data": data},
+        keep=recipe.checkpoint.keep,
+        asynchronous=recipe.checkpoint.asynchronous,
+    )
+    saved, passed_over = _resume_from(recipe, checkpoints)
+    if saved is None:
+        return checkpoints, Resumed(None, passed_over, {"step": 0})
+    refuse_other_data(saved, data)
+    return checkpoints, Resumed(saved, passed_over, checkpoints.load(saved, engine))
+
+
+def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
+    """What tells this data from other data, the same on all ranks or refused."""
+    lengths = hashlib.sha256(source.lengths.tobytes())
+    lengths.update(source.fingerprint())
+    mine = {
+        "samples": len(source),
+        "lengths": lengths.hexdigest(),
+        "shuffle": "full" if source.groups is None else "groups",
+    }
+    for rank, theirs in enumerate(mesh.gather(mine)):
+        if theirs != mine:
+            raise DataError(
+                f"data.train: rank {rank} finds {theirs['samples']} samples and rank {mesh.rank} "
+                f"{mine['samples']}, or others of the same number; give every machine the same data"
+            )
+    return mine
+
+
+def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
+    """The recipe with the batch sizes that were left open filled in."""
+    found = {
+        "per_device_batch_size": sizes.per_device,
+        "gradient_accumulation_steps": sizes.accumulation,
+    }
+    return recipe.model_copy(update={"training": recipe.training.model_copy(update=found)})
+
+
+def open_source(task: Task, recipe: Recipe, mesh: Mesh) -> Source:
+    source = task.source("train")
+    if source is None:
+        raise DataError(f"data.train: {recipe.data.train} has no training data")
+    if mesh.device.type == "cpu":  # decoding beside a CPU that computes slows both down
+        source.preload(torch.get_num_threads())
+    return source
+
+
+def look(recipe: Recipe, world: int) -> Task:
+    """The task, its data indexed. Ranks look before they meet: an index of durations or a stream of
+    tokens is made once per machine, under a lock, and may take longer than a rank waits for others."""
+    layout_for(recipe.distributed, world)  # refused before any data is read
+    task = build_task(recipe)
+    for split in ("train", "validation", "test"):
+        task.source(split)
+    return task
+
+
+def _pipeline_pieces(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> int:
+    """Pieces of each micro-batch that flow through a pipeline; without one, 1."""
+    if layout.pipeline == 1:
+        return 1
+    options = recipe.distributed.pipeline_options
+    pieces = microbatches(options, layout.pipeline, sizes.per_device)
+    needed = pieces * sizes.accumulation * sizes.data_ranks
+    if needed > sizes.global_batch:
+        raise RecipeError(
+            f"training.global_batch_size: {sizes.global_batch} cannot feed {sizes.data_ranks} data "
+            f"rank(s) × {sizes.accumulation} accumulation step(s) × {pieces} pipeline micro-batches; "
+            f"raise it to at least {needed}, or lower distributed.pipeline_options.microbatches"
+        )
+    return pieces
+
+
+def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None, list[str]]:
+    """This run's own newest checkpoint; in a new run, the one the recipe names, if any."""
+    asked = recipe.checkpoint.resume
+    saved, passed_over = checkpoints.newest()
+    if saved is None and asked != "auto":
+        saved = open_checkpoint(Path(asked), checkpoints.mesh.rank, checkpoints.mesh.world)
+    if saved is not None:
+        refuse_other_recipe(saved, recipe.as_dict())
+        log.info("resuming at step %d from %s", saved.step, saved.path)
+    for words in passed_over:
+        log.warning("passed over: %s", words)
+    return saved, passed_over
