@@ -72,7 +72,7 @@ def overrides_for(model: str, corpus: str) -> list[str]:
             "evaluation.decoder=greedy",
             "evaluation.ngram=null",
             "evaluation.known_words=false",
-            "training.global_batch_size=8",
+            f"training.global_batch_size={BATCH}",
             "training.lr=3e-4",
         ]
     if model == "whisper":
