@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import soundfile
 from clips import encode, tone
-from scipy.signal import resample_poly
 
 from muster.data import audio
 from muster.data.audio import Waveform, decode, header, read, resample, seconds
@@ -55,6 +54,8 @@ def test_a_sine_resampled_is_the_sine_of_the_formula(rate, hertz):
 
 @pytest.mark.parametrize("rate", RATES)
 def test_speech_like_noise_resamples_as_scipy_does_it(rate):
+    from scipy.signal import resample_poly  # slow to import
+
     rng = np.random.default_rng(0)
     smooth = np.convolve(rng.standard_normal(rate), np.hanning(rate // 1000), mode="same")
     smooth = (smooth / np.abs(smooth).max()).astype(np.float32)

@@ -71,8 +71,9 @@ def test_ranks_that_someone_else_started_train_alike(undisturbed, recipe, tmp_pa
     assert said_of(tmp_path) == as_alone(undisturbed)
 
 
+@pytest.mark.guides
 def test_ranks_in_new_interpreters_train_alike(undisturbed, recipe, tmp_path):
-    """Everywhere else in the ordinary tests, ranks are forked from a process with all imports done."""
+    """In the ordinary tests, ranks are forked from a process with all imports done."""
     process = start([*MUSTER, "train", recipe, "--gpus", "2"], tmp_path, real=True)
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said

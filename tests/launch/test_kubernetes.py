@@ -12,7 +12,6 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from muster.cli import app
 from muster.errors import LaunchError, MusterError, RecipeError
@@ -80,6 +79,10 @@ def test_the_schemas_refuse_a_key_that_does_not_exist(tmp_path):
 
 @cases
 def test_the_trainjob_is_made_of_kubeflows_own_types(tmp_path, overrides):
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import (  # slow to import
+        TrainerV1alpha1TrainJob,
+    )
+
     found = objects(make_job(tmp_path, *overrides), "trainjob")
     assert list(found) == ["ConfigMap", "TrainJob"]
     known = TrainerV1alpha1TrainJob.from_dict(found["TrainJob"])

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy.signal import cont2discrete
 from torch import Tensor
 
 from muster.models.lmu import LMUMemory, choose_form, discretise, legendre
@@ -54,6 +53,8 @@ def test_the_first_entries_of_the_delay_network_are_those_of_the_paper():
 
 @pytest.mark.parametrize(("order", "theta"), [(4, 10.0), (16, 48.0), (64, 1000.0)])
 def test_discretisation_is_the_zero_order_hold_of_scipy(order: int, theta: float):
+    from scipy.signal import cont2discrete  # slow to import
+
     a, b = legendre(order)
     ours = discretise(a, b, theta)
     system = ((a / theta).numpy(), (b / theta)[:, None].numpy())

@@ -89,7 +89,10 @@ def test_ddp_sends_buckets_of_the_size_asked_for(ranks):
         assert found.total() >= 3
 
 
-@pytest.mark.parametrize(("compression", "dtype"), [("bf16", "BFloat16"), ("fp16", "Half")])
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [("bf16", "BFloat16"), pytest.param("fp16", "Half", marks=pytest.mark.full)],
+)
 def test_compressed_gradients_travel_as_half_as_many_bytes(ranks, compression, dtype):
     options = {"strategy": "ddp", "ddp": {"compression": compression}}
     for found, dtypes in ranks(2)(traffic, GPT, options, 1):
@@ -97,7 +100,7 @@ def test_compressed_gradients_travel_as_half_as_many_bytes(ranks, compression, d
         assert dtypes == {dtype}
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("sharding", ["full_shard", "shard_grad_op"])
 def test_fsdp_gathers_each_block_and_reduces_once(ranks, sharding, accumulation):
     """Per micro-step the root once and each block forwards, and backwards if it was given up."""

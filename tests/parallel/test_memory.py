@@ -68,7 +68,12 @@ def cut(size: int, parts: int, part: int) -> int:
     return max(0, min(size - part * chunk, chunk))
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+both_models = pytest.mark.parametrize(
+    "config", [pytest.param(GPT, id="gpt"), pytest.param(LLAMA, id="llama", marks=pytest.mark.full)]
+)
+
+
+@both_models
 def test_ddp_holds_everything_on_every_rank(ranks, config):
     whole = sum(s.numel() for s in shapes(config).values())
     assert ranks(2)(measure, config, {"strategy": "ddp"}) == [alike(whole)] * 2
@@ -98,7 +103,7 @@ def on_tensor_rank(name: str, shape: torch.Size, rank: int) -> int:
 
 
 @pytest.mark.parametrize("sequence", [True, False], ids=["sequence parallel", "plain"])
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@both_models
 def test_tensor_parallelism_halves_the_matrices_and_keeps_the_norms(ranks, config, sequence):
     options = {"strategy": "tensor", "tensor_options": {"sequence_parallel": sequence}}
     for rank, found in enumerate(ranks(2)(measure, config, options)):
@@ -107,7 +112,7 @@ def test_tensor_parallelism_halves_the_matrices_and_keeps_the_norms(ranks, confi
     assert here < 0.55 * sum(s.numel() for s in shapes(config).values())
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@both_models
 def test_a_pipeline_rank_holds_its_layers_alone(ranks, config):
     first = ("embed.", "blocks.0.", "blocks.1.")
     last = ("blocks.2.", "blocks.3.", "norm.", "embed.tokens." if config.tied else "head.")

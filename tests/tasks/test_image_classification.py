@@ -211,8 +211,12 @@ def test_the_shipped_recipe_reads_digits(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        pytest.param("digits", [], marks=pytest.mark.full),
-        ("resnet18", ["data.train=embedded:digits", "data.image_size=8"]),
+        ("digits", []),
+        pytest.param(
+            "resnet18",
+            ["data.train=embedded:digits", "data.image_size=8"],
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_two_ranks_train_as_one(ranks, tmp_path, recipe, overrides):
