@@ -17,30 +17,8 @@ usage() {
 TEXT
 }
 
-recipe=speech distributed=0 gpus="" clean=0 yes=() changes=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --help | -h) usage; exit ;;
-    --distributed) distributed=1 ;;
-    --gpus=*) gpus=${1#*=} distributed=1 ;;
-    --gpus) gpus=${2:?--gpus needs a number} distributed=1; shift ;;
-    --config=*) recipe=${1#*=} ;;
-    --config) recipe=${2:?--config needs a file}; shift ;;
-    --all) changes+=("data.max_parquet_files=null") ;;
-    --clean) clean=1 ;;
-    --yes) yes=(--yes) ;;
-    --[0-9]*) changes+=("data.max_parquet_files=${1#--}") ;;
-    *=*) changes+=("$1") ;;
-    *) echo "error: unknown flag $1" >&2; usage >&2; exit 2 ;;
-  esac
-  shift
+for word in "$@"; do
+  case $word in --help | -h) usage; exit ;; esac
 done
-
 set_up
-[ $clean = 1 ] && exec "$venv/bin/muster" clean "${yes[@]}"
-if [ $distributed = 0 ]; then
-  gpus=1
-elif [ -z "$gpus" ]; then
-  gpus=all
-fi
-exec "$venv/bin/muster" train "$recipe" --gpus "$gpus" "${changes[@]}"
+exec "$venv/bin/python" -m muster.entrypoints.start_training "$@"

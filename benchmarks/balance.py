@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler
 
 from muster.data import corpus
-from muster.data.audio_files import AudioFiles
 from muster.data.batches import BatchPlan, cut
-from muster.data.windows import choose_lengths, round_up_all
+from muster.data.speech.files import AudioFiles
+from muster.data.speech.windows import choose_lengths, round_up_all
 
 Seconds = NDArray[np.float64]
 Step = list[tuple[int, float, float]]  # of each rank: rows, window, seconds of sound

@@ -106,9 +106,9 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
     import torch
 
     from muster import runs
-    from muster.launch.cluster import Place
+    from muster.launch.cluster import RankInfo
     from muster.train import loop, memory
-    from muster.worker.main import meet
+    from muster.worker.main import connect_ranks
     from muster.worker.prepare import prepare
 
     gc.collect()
@@ -118,7 +118,7 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     recipe = case.load()
     with tempfile.TemporaryDirectory() as folder:
-        mesh, run = meet(recipe, Place(), runs.create(Path(folder), "case", {}))
+        mesh, run = connect_ranks(recipe, RankInfo(), runs.create(Path(folder), "case", {}))
         job = prepare(recipe, mesh, run)
         for part in job.engine.parts:
             part.train()
@@ -180,11 +180,11 @@ def predict(case: Case, launch_us: float) -> dict[str, float]:
     """Bytes that torch will allocate, and seconds of a step."""
     from muster.hardware import catalogue
     from muster.parallel.layout import layout_for
-    from muster.plan.batch import solve
     from muster.plan.memory import Choice
+    from muster.plan.planner import Planner
     from muster.plan.subject import Subject
     from muster.plan.time import Cluster
-    from muster.plan.weigh import Planner
+    from muster.recipe.batch import solve
     from muster.tasks import build_task
 
     recipe = case.load()
@@ -195,7 +195,7 @@ def predict(case: Case, launch_us: float) -> dict[str, float]:
     planner = Planner(Subject(recipe, task, source), Cluster(device, 1, 1), precision)
     layout = layout_for(recipe.distributed, 1)
     sizes = solve(recipe.training, 1)
-    plan = planner.weigh(
+    plan = planner.evaluate(
         Choice(
             layout,
             precision,
@@ -205,7 +205,7 @@ def predict(case: Case, launch_us: float) -> dict[str, float]:
             offload=planner.offload(layout),
         )
     )
-    return {"allocated": plan.need.allocated, "step_s": plan.duration.total}
+    return {"allocated": plan.memory.allocated, "step_s": plan.duration.total}
 
 
 def compare(path: Path) -> None:

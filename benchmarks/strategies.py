@@ -93,8 +93,10 @@ def rank(name: str, folder: str) -> None:
     from muster.parallel.layout import Layout
     from muster.recipe.load import load
 
-    place = cluster.detect(os.environ)
-    mesh = meshes.join(place.rank, place.local_rank, Layout(replicate=place.world), "gloo", 300.0)
+    rank_info = cluster.detect(os.environ)
+    mesh = meshes.join(
+        rank_info.rank, rank_info.local_rank, Layout(replicate=rank_info.world), "gloo", 300.0
+    )
     lines = []
     for number, row in enumerate(rows_for(mesh.world)):
         options = [f"training.steps={STEPS}", "training.global_batch_size=16", *row.options]

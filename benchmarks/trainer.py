@@ -109,9 +109,9 @@ def time_trainer(recipe: Any, clock: Clock, folder: Path) -> float:
     """The first step's loss."""
     from transformers import TrainerCallback
 
-    from muster import hf_trainer
     from muster.data.batches import BatchPlan
-    from muster.plan.batch import solve
+    from muster.entrypoints import hf_trainer
+    from muster.recipe.batch import solve
     from muster.tasks.causal_lm import CausalLM
 
     class Ticking(TrainerCallback):

@@ -182,7 +182,7 @@ def time_trainer(recipe: Any, clock: Clock, folder: Path, args: argparse.Namespa
         WhisperForConditionalGeneration,
     )
 
-    from muster.models.whisper_folder import write_config
+    from muster.models.whisper.folder import write_config
     from muster.tasks.speech_seq2seq import TOKEN_MULTIPLE, SpeechSeq2Seq
 
     class Ticking(TrainerCallback):

@@ -46,7 +46,7 @@ import setproctitle
 IMPORTS = (
     "muster.worker.main",
     "muster.cli",
-    "muster.scripts",
+    "muster.entrypoints.script",
     "muster.launch.agent",
     "torch.distributed.run",
     "torch.distributed.fsdp",

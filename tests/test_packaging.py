@@ -14,8 +14,8 @@ OPTIONAL = {  # imported there only, where the recipe asks for it, and named in 
     "accelerate": {"hf_trainer.py"},
     "deepspeed": {"parallel/deepspeed.py"},
     "peft": {"models/lora.py"},
-    "scikit-learn": {"data/images.py", "data/image_files.py", "data/corpus.py"},
-    "pillow": {"data/images.py", "data/image_files.py"},
+    "scikit-learn": {"data/images/source.py", "data/images/files.py", "data/corpus.py"},
+    "pillow": {"data/images/source.py", "data/images/files.py"},
 }
 THROUGH = {"hydra-core": {"omegaconf", "pyyaml"}, "typer": {"click"}}
 

@@ -299,7 +299,7 @@ run.update(state="stopped")
 
 @pytest.fixture
 def started(root):
-    """Stands for a run: `obedient` ones end when asked, others when told, `deaf` ones not at all."""
+    """Stands for a run: `obedient` ones end when asked, others on SIGTERM, `deaf` ones on neither."""
     processes = []
 
     def start(kind: str) -> runs.Run:
@@ -320,9 +320,9 @@ def started(root):
     ("kind", "now", "how", "code"),
     [
         ("obedient", False, "asked", None),
-        ("busy", False, "told", 143),
+        ("busy", False, "terminated", 143),
         ("deaf", False, "killed", 137),
-        ("obedient", True, "told", 143),
+        ("obedient", True, "terminated", 143),
     ],
 )
 def test_stopping_asks_then_tells_then_kills(started, monkeypatch, kind, now, how, code):

@@ -12,7 +12,8 @@ from muster import runs
 from muster.observe.results import read_lines
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
-from muster.train.loop import Job, train
+from muster.train.job import Job
+from muster.train.loop import train
 from muster.worker.prepare import prepare
 
 SMALL = ["logging.tensorboard=false", "evaluation.every_steps=null", "checkpoint.every_steps=null"]

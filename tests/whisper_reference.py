@@ -11,8 +11,8 @@ from transformers import WhisperConfig as TheirConfig
 from transformers import WhisperForConditionalGeneration
 
 from muster.models.weights import Weights
-from muster.models.whisper import Whisper
-from muster.models.whisper_folder import WhisperWeights, read_config
+from muster.models.whisper.folder import WhisperWeights, read_config
+from muster.models.whisper.model import Whisper
 
 # Text is 0 … 59, then the special tokens, then <|0.00|> … <|1.58|>.
 END, START, NO_TIMESTAMPS, FIRST_TIMESTAMP, VOCAB = 60, 61, 69, 70, 150

@@ -1,4 +1,4 @@
-"""Errors a user is meant to read.
+"""Errors for the user.
 
 A `MusterError` is one sentence or a short paragraph that says what happened, what muster expected
 and what to do, and names the key, file, row or rank. The command line prints it without a stack
@@ -7,7 +7,7 @@ trace; anything else that escapes is a bug in muster and keeps its trace.
 
 
 class MusterError(Exception):
-    """Something the user can put right."""
+    """Something the user can fix."""
 
 
 class RecipeError(MusterError):
@@ -23,11 +23,11 @@ class CheckpointError(MusterError):
 
 
 class LaunchError(MusterError):
-    """Ranks could not be started, could not find each other, or died."""
+    """Ranks could not be started, the rendezvous failed, or a rank failed."""
 
 
 class MemoryLimitError(MusterError):
     """A device or the host has no memory left for what a rank is about to do."""
 
 
-SHRINK = 76  # exit code of a rank without room: all start again with smaller micro-batches
+SHRINK = 76  # exit code of a rank out of memory: all restart with smaller micro-batches

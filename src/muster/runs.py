@@ -1,7 +1,7 @@
-"""The run directory: make it, find it, know how it fares, clear it away.
+"""The run directory: create it, find it, read its state, remove it.
 
-Everything about a run is in its folder, so that any process can look at it: the recipe, what was
-planned and found, the metrics, the logs, and `run.json` with who runs it and how it ended.
+Everything about a run is in its folder, so that any process can read it: the recipe, the plan, the
+environment, the metrics, the logs, and `run.json` with the process that runs it and how it ended.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 ENDED = ("finished", "failed", "stopped")
 ALIVE = ("queued", "starting", "running")
-ALIVE_FILE, ALIVE_EVERY_S = "alive", 5.0  # touched by whoever looks after the run
-STALE_S = 60.0  # without a touch: nobody does any more
-SIGNALLED = 143  # exit code of a run that saved and ended because a signal asked it to
+ALIVE_FILE, ALIVE_EVERY_S = "alive", 5.0  # touched by the process that owns the run
+STALE_S = 60.0  # since the last touch: the owner is gone
+SIGNALLED = 143  # exit code of a run that saved and ended after a signal
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
@@ -58,14 +58,14 @@ class Run:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer at a time: each keeps what the others wrote. A process that dies lets go."""
+        """One writer at a time: each keeps what the others wrote. The lock of a dead process is released."""
         with (self.path / ".run.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def claim(self) -> TextIOWrapper:
         """Become the run's one owner, until the file that is returned is closed in every process that
-        has it open. The lock is the kernel's, on shared storage too: it goes with its holder."""
+        has it open. The lock is the kernel's, on shared storage too: it ends with its holder."""
         file, end = (self.path / ".owner.lock").open("a"), time.monotonic() + GRACE_S
         while True:
             try:
@@ -75,7 +75,7 @@ class Run:
                 if self.state() in ALIVE or time.monotonic() > end:
                     file.close()
                     raise self._taken() from None
-                time.sleep(0.05)  # the owner of a run that has ended is about to leave
+                time.sleep(0.05)  # the owner of a run that has ended is about to exit
             except OSError as error:
                 log.warning("%s: no locks on this file system (%s)", self.path, error.strerror)
                 return file
@@ -88,7 +88,7 @@ class Run:
         )
 
     def own(self, process: int | None = None) -> None:
-        """Note which process stands for the run, so that others can tell whether it lives."""
+        """Write which process owns the run, so that others can check whether it is alive."""
         pid = process or os.getpid()
         self.update(pid=pid, pid_started=_started(pid), owned=time.time(), **_here())
 
@@ -105,7 +105,7 @@ class Run:
         here = _here()
         same = {key for key in here if info.get(key, here[key]) == here[key]}
         if "host" in same and "boot" not in same:
-            return False  # the machine was started again since
+            return False  # the machine was rebooted since
         if same < set(
             here
         ):  # another machine or container, whose processes cannot be seen from here
@@ -121,13 +121,13 @@ class Run:
         return max(touched, float(info.get("owned", 0.0)))
 
     def elsewhere(self) -> str | None:
-        """The host whose processes look after the run, where they cannot be reached from here."""
+        """The host of the run's processes, where they cannot be reached from here."""
         info, here = self.info(), _here()
         reachable = all(info.get(key, here[key]) == here[key] for key in here)
         return None if reachable else str(info["host"])
 
     def processes(self) -> list[psutil.Process]:
-        """The one that stands for the run, and all it has started. None of another host's."""
+        """The run's owner and its children. Empty on another host."""
         info = self.info()
         if self.elsewhere() or not self._alive(info):
             return []
@@ -138,12 +138,11 @@ class Run:
             return []
 
     def keep_alive(self) -> None:
-        """While this process lives, others see by a file that somebody looks after the run; also those
-        on other machines."""
+        """While this process is alive, touch a file that others check, also on other machines."""
 
         def touch() -> None:
             while True:
-                with suppress(OSError):  # shared storage has its moments
+                with suppress(OSError):  # shared storage fails at times
                     (self.path / ALIVE_FILE).touch()
                 time.sleep(ALIVE_EVERY_S)
 
@@ -181,7 +180,7 @@ def create(root: Path, name: str, documents: dict[str, str], exact: str | None =
         (path / file).write_text(text)
     run = Run(path)
     run.update(state="starting", created=time.time())
-    run.own()  # until whoever runs it says so: a start that failed must not look alive for ever
+    run.own()  # until its supervisor does: a failed start must not look alive for ever
     link = root / f".latest-{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(path.name)
@@ -220,29 +219,29 @@ def every(root: Path) -> list[Run]:
 
 
 def stop(run: Run, wait_s: float, *, now: bool = False) -> str:
-    """End a living run: ask its loop to save and end, after `wait_s` tell its processes to, and after
-    `GRACE_S` more kill them. `now` does not ask. Returns what it took: asked, told or killed."""
+    """End an active run: request a checkpoint and an end, after `wait_s` send SIGTERM, and after `GRACE_S`
+    more SIGKILL. `now` skips the request. Returns what it took: asked, terminated or killed."""
     if not now:
-        (run.path / STOP_FILE).write_text("")  # a signal's name in it would mean: come back
+        (run.path / STOP_FILE).write_text("")  # a signal's name in it would mean: requeue
         if _ended(run, wait_s):
             return "asked"
     if host := run.elsewhere():
         raise MusterError(
             f"{run.name} has not ended after {0 if now else wait_s:.0f} s. Its processes are on {host}, "
-            f"out of reach from here; {_from_afar(run)}"
+            f"which cannot be reached from here; {_remote_hint(run)}"
         )
-    found, how, number = run.processes(), "told", signal.SIGTERM
+    found, how, number = run.processes(), "terminated", signal.SIGTERM
     _signal(found, signal.SIGTERM)
     if not _ended(run, GRACE_S):
         how, number = "killed", signal.SIGKILL
         _signal(found + [p for p in run.processes() if p not in found], signal.SIGKILL)
         psutil.wait_procs(found, timeout=GRACE_S)
-    if run.state() == "interrupted":  # it had no time to say so itself
+    if run.state() == "interrupted":  # it could not write that itself
         run.update(state="stopped", ended=time.time(), exit_code=128 + number)
     return how
 
 
-def _from_afar(run: Run) -> str:
+def _remote_hint(run: Run) -> str:
     if job := run.info().get("slurm_job"):
         return f"`scancel {job}` ends its SLURM job"
     return "there, `muster stop --now` ends them"
@@ -259,12 +258,12 @@ def _ended(run: Run, within_s: float) -> bool:
 
 def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None:
     for process in processes:
-        with suppress(psutil.NoSuchProcess):  # psutil never takes a later owner of the id for it
+        with suppress(psutil.NoSuchProcess):  # psutil detects a reused pid
             process.send_signal(number)
 
 
 def _here() -> dict[str, str]:
-    """Where a process id has a meaning: a host, a boot of it, and in it a container or none."""
+    """The scope of a process id: a host, its boot, and a container or none."""
     boot = pids = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -273,7 +272,7 @@ def _here() -> dict[str, str]:
 
 
 def _started(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None when it is gone, or dead and unburied."""
+    """Clock ticks from boot to the start of a process; None when it is gone, or a zombie."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -282,7 +281,7 @@ def _started(pid: int) -> int | None:
 
 
 def clean(root: Path, keep: int = 0) -> list[Run]:
-    """Which ended runs beyond the newest `keep` can go. Living ones never do."""
+    """The ended runs beyond the newest `keep`. Active ones are never removed."""
     return [run for run in every(root)[keep:] if run.state() not in ALIVE]
 
 

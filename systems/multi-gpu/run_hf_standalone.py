@@ -6,7 +6,7 @@ torchrun --nproc_per_node=$NUM_GPUS run_hf_standalone.py [--recipe NAME] [key=va
 import sys
 from pathlib import Path
 
-from muster.scripts import script_arguments, train_with_trainer
+from muster.entrypoints.script import script_arguments, train_with_trainer
 
 if __name__ == "__main__":
     train_with_trainer(*script_arguments(sys.argv[1:], Path(__file__).parent / "recipe.yaml"))

@@ -29,8 +29,8 @@ from muster.cli.bench import collectives as cli
 from muster.cli.bench.common import size_in, size_of
 from muster.errors import DataError, LaunchError
 from muster.hardware import catalogue
-from muster.parallel.collectives import COLLECTIVES, addend, bus_share, compare, pattern, total
 from muster.plan.time import Cluster
+from muster.probes.collectives import COLLECTIVES, addend, bus_share, compare, pattern, total
 from processes import runs_module
 
 COMMAND = [*processes.MUSTER, "bench", "collectives"]
@@ -102,7 +102,7 @@ def test_one_rank_has_times_but_no_bus(ranks, tmp_path):
     assert [(row["collective"], row["where"]) for row in alone["rows"]] == FORMS
     assert {row["bus_gb_per_s"] for row in alone["rows"]} == {0.0}
     assert min(row["algorithm_gb_per_s"] for row in alone["rows"]) > 0
-    assert "bus bandwidth is 0" in bench.learn(alone, tmp_path)
+    assert "bus bandwidth is 0" in bench.save_for_planner(alone, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert draw_collectives(tmp_path / "a.png", alone["rows"], "one")[0].stat().st_size > 5000
 
@@ -197,14 +197,14 @@ def test_a_repeat_takes_as_long_as_its_slowest_rank(ranks):
 
 
 def _larger(mesh):
-    free, bench.room = bench.room, lambda mesh: 5000
+    free, bench.largest_size = bench.largest_size, lambda mesh: 5000
     try:
         document = bench.measure(mesh, only=["broadcast"], smallest=1024, largest=2**40)
         with pytest.raises(LaunchError, match="--min 8192: only arrays up to 5000 bytes fit"):
             bench.measure(mesh, smallest=8192)
     finally:
-        bench.room = free
-    return document, bench.room(mesh)
+        bench.largest_size = free
+    return document, bench.largest_size(mesh)
 
 
 def test_what_does_not_fit_into_memory_is_left_out_and_said(ranks):
@@ -226,13 +226,13 @@ def test_the_planner_sees_the_best_of_large_all_reduces(tmp_path):
     document = learned(b1024=99.0, b4194304=3.0, b16777216=4.0)
     document["rows"].append(document["rows"][2] | {"dtype": "int64", "bus_gb_per_s": 77.0})
     document["rows"].append(document["rows"][2] | {"where": "out", "bus_gb_per_s": 66.0})
-    words = bench.learn(document, tmp_path)
+    words = bench.save_for_planner(document, tmp_path)
     assert words == (
-        f"the planner now counts on 4 GB/s: link_gb_per_s in {tmp_path / 'device-cpu.json'}"
+        f"the planner now uses 4 GB/s: link_gb_per_s in {tmp_path / 'device-cpu.json'}"
     )
     mine = catalogue.own(catalogue.cpu(2), tmp_path)
     assert Cluster(mine, 2, 2).bandwidth(2) == 4e9
-    bench.learn(learned(8, "ab", b4194304=2.0), tmp_path)
+    bench.save_for_planner(learned(8, "ab", b4194304=2.0), tmp_path)
     mine = catalogue.own(catalogue.cpu(4), tmp_path)
     assert mine.measured["network_gb_per_s"] == 0.5
     cluster = Cluster(mine, 8, 4)
@@ -241,31 +241,31 @@ def test_the_planner_sees_the_best_of_large_all_reduces(tmp_path):
 
 def test_a_gpu_that_nobody_knows_needs_its_own_file_first(tmp_path):
     document = learned(device="a-card", b4194304=3.0)
-    assert "no A Card: run `muster bench device` once" in bench.learn(document, tmp_path)
+    assert "no A Card: run `muster bench device` once" in bench.save_for_planner(document, tmp_path)
     assert list(tmp_path.iterdir()) == []
     known = catalogue.find("h100").as_dict()
     path = tmp_path / "device-a-card.json"
     path.write_text(json.dumps({"accelerator": known, "measured": {"launch_us": 5.0}, "x": 1}))
-    assert "link_gb_per_s" in bench.learn(document, tmp_path)
+    assert "link_gb_per_s" in bench.save_for_planner(document, tmp_path)
     kept = json.loads(path.read_text())
     assert kept["measured"] == {"launch_us": 5.0, "link_gb_per_s": 3.0}
     assert (kept["x"], kept["accelerator"]) == (1, known)
     path.write_text("{")
     with pytest.raises(DataError, match=r"device-a-card\.json"):
-        bench.learn(document, tmp_path)
+        bench.save_for_planner(document, tmp_path)
 
 
 def test_nothing_is_learnt_from_small_or_wrong_ones(tmp_path):
-    assert "no all_reduce of 1 MiB" in bench.learn(learned(b1024=3.0), tmp_path)
+    assert "no all_reduce of 1 MiB" in bench.save_for_planner(learned(b1024=3.0), tmp_path)
     document = learned(b4194304=3.0)
     document["rows"][0]["wrong"] = ["rank 1: …"]
-    assert "values are wrong" in bench.learn(document, tmp_path)
+    assert "values are wrong" in bench.save_for_planner(document, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @on_cpu
 def test_a_new_measurement_of_the_device_keeps_what_is_known_of_links(tmp_path):
-    bench.learn(learned(b4194304=3.0), tmp_path)
+    bench.save_for_planner(learned(b4194304=3.0), tmp_path)
     document, path = bench_device.bench(tmp_path, 0.1)
     assert json.loads(path.read_text()) == document
     assert document["measured"]["link_gb_per_s"] == 3.0
@@ -277,7 +277,7 @@ def test_the_command_measures_keeps_draws_and_teaches(tmp_path):
     sizes = ["--min", "256K", "--max", "1M"]
     words = ["collectives", "--only", "all_reduce", *sizes, "--gpus", "2"]
     done = processes.muster("bench", *words, folder=tmp_path)
-    for words in ("2 ranks, CPU", "all_reduce", "256K", "bus", "the planner now counts"):
+    for words in ("2 ranks, CPU", "all_reduce", "256K", "bus", "the planner now uses"):
         assert words in done.stdout
     (kept,) = (tmp_path / "runs/bench").glob("collectives-cpu-2-*.json")
     assert kept.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -311,7 +311,7 @@ def test_wrong_values_are_told_and_end_with_code_1(ranks, tmp_path, monkeypatch)
     done = CliRunner().invoke(app, ["bench", "collectives", "--dir", str(tmp_path)])
     assert done.exit_code == 1
     assert "wrong: all_reduce float32 in, 1M, rank 1: 1 of 262144 values" in done.output
-    assert "values are wrong: the planner learns nothing" in done.output
+    assert "values are wrong: nothing is saved for the planner" in done.output
     assert [path.suffix for path in sorted(tmp_path.iterdir())] == [".json", ".png"]
 
 
@@ -359,7 +359,7 @@ def test_ranks_end_with_a_command_that_is_killed_as_they_start(tmp_path):
 
 def test_more_ranks_than_memory_holds_are_refused_before_one_starts(tmp_path):
     done = processes.muster("bench", "collectives", "--gpus", "100000", folder=tmp_path, code=2)
-    assert "--gpus 100000: so many processes do not fit" in done.stderr
+    assert "--gpus 100000: this machine has no memory for so many processes" in done.stderr
     assert "start at most " in done.stderr
 
 
@@ -425,7 +425,7 @@ def test_a_full_disk_is_named_where_the_planner_should_learn(small_disk):
         while True:
             filler.write(bytes(4096))
     with pytest.raises(LaunchError, match=r"device-cpu\.json: No space left.* name another folder"):
-        bench.learn(learned(2, "a", b4194304=2.0), small_disk)
+        bench.save_for_planner(learned(2, "a", b4194304=2.0), small_disk)
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 12, 16, 17, 23, 33, 64])
@@ -441,10 +441,10 @@ def test_a_part_that_does_not_come_is_noticed_among_64_ranks_too(name):
     """Every rank's every number shows, however small its part."""
     mesh = SimpleNamespace(rank=5, world=64, device=torch.device("cpu"))
     trial = COLLECTIVES[name].prepare(mesh, 4 * 64, torch.float32, COLLECTIVES[name].wheres[-1])
-    expected = trial.expects(torch.arange(4 * 64))
+    expected = trial.expected(torch.arange(4 * 64))
     trial.got.fill_(-1).copy_(expected)
-    assert compare(trial.got, trial.expects) is None
+    assert compare(trial.got, trial.expected) is None
     for at in range(0, 4 * 64, 4):
         for lost in (-1, 0):
             trial.got.copy_(expected)[at : at + 4] = lost
-            assert compare(trial.got, trial.expects).startswith("4 of 256 values are wrong")
+            assert compare(trial.got, trial.expected).startswith("4 of 256 values are wrong")

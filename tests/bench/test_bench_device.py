@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from muster.bench import device as bench_device
-from muster.bench.device import Stopwatch, bench
+from muster.bench.device import Timer, bench
 from muster.errors import LaunchError
 from muster.hardware import catalogue
 from muster.observe.results import write_json
@@ -24,17 +24,17 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure 
 def test_the_median_is_of_one_call_however_many_make_a_sample():
     """A nap of 2 ms is timed several to a sample of 20."""
     calls = iter(range(10**6))
-    watch = Stopwatch(CPU)
-    took = watch.median("nap", lambda: (next(calls), time.sleep(0.002)), 0.3)
+    timer = Timer(CPU)
+    took = timer.median("nap", lambda: (next(calls), time.sleep(0.002)), 0.3)
     assert 0.002 <= took < 0.004
-    assert watch.samples["nap"] >= bench_device.REPEATS
-    assert next(calls) >= 4 * watch.samples["nap"]
+    assert timer.samples["nap"] >= bench_device.REPEATS
+    assert next(calls) >= 4 * timer.samples["nap"]
 
 
 def test_short_budgets_still_take_enough_samples():
-    watch = Stopwatch(CPU)
-    watch.median("nap", lambda: time.sleep(0.01), 0.001)
-    assert watch.samples["nap"] == bench_device.REPEATS
+    timer = Timer(CPU)
+    timer.median("nap", lambda: time.sleep(0.01), 0.001)
+    assert timer.samples["nap"] == bench_device.REPEATS
 
 
 def test_rates_are_counted_as_defined(monkeypatch):
@@ -46,23 +46,23 @@ def test_rates_are_counted_as_defined(monkeypatch):
         sizes.append(figure)
         return 1e-3
 
-    monkeypatch.setattr(Stopwatch, "median", one_millisecond)
+    monkeypatch.setattr(Timer, "median", one_millisecond)
     monkeypatch.setitem(bench_device.SIDES, "cpu", (64, 128))
-    tflops, side = bench_device.matrix_tflops(Stopwatch(CPU), "fp32", 100.0)
+    tflops, side = bench_device.matrix_tflops(Timer(CPU), "fp32", 100.0)
     assert (tflops, side) == (pytest.approx(2 * 128**3 / 1e-3 / 1e12), 128)
     assert sizes == ["fp32_tflops_64", "fp32_tflops_128"]
     monkeypatch.setattr(bench_device, "free_bytes", lambda device: 8 * 10**6)
-    assert bench_device.memory_gb_per_s(Stopwatch(CPU), 1.0) == pytest.approx(2.0)  # 2 × 1 MB
-    assert bench_device.launch_us(Stopwatch(CPU), 1.0) == pytest.approx(1000)
+    assert bench_device.memory_gb_per_s(Timer(CPU), 1.0) == pytest.approx(2.0)  # 2 × 1 MB
+    assert bench_device.launch_us(Timer(CPU), 1.0) == pytest.approx(1000)
 
 
 def test_the_copy_is_larger_than_the_caches(monkeypatch):
     copied = []
     monkeypatch.setattr(bench_device, "last_cache_bytes", lambda: 10**8)
     monkeypatch.setattr(
-        Stopwatch, "median", lambda self, figure, work, seconds: copied.append(work()) or 1.0
+        Timer, "median", lambda self, figure, work, seconds: copied.append(work()) or 1.0
     )
-    bench_device.memory_gb_per_s(Stopwatch(CPU), 1.0)
+    bench_device.memory_gb_per_s(Timer(CPU), 1.0)
     assert copied[0].nbytes == 4 * 10**8
     assert copied[0].min() == 1
 
@@ -94,7 +94,7 @@ def test_a_real_measurement_is_kept_and_used_by_the_catalogue(tmp_path):
 @on_cpu
 def test_a_product_as_fast_as_plain_torch():
     """Against a bare loop: neither a tenth of it nor ten times."""
-    rate, side = bench_device.matrix_tflops(Stopwatch(CPU), "fp32", 1.0)
+    rate, side = bench_device.matrix_tflops(Timer(CPU), "fp32", 1.0)
     a = torch.randn(side, side)
     took = []
     for _ in range(20):

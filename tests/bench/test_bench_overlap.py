@@ -92,7 +92,7 @@ def test_what_holds_a_pass_up_is_exposed_and_neither_computing_nor_messages(rank
 def napping(mesh: Mesh) -> list[list[float]]:
     """The second of three acts takes longest, and longer on rank 1."""
     naps = [0.0, 0.1 * (1 + mesh.rank), 0.02]
-    return overlap.in_turn(mesh, [partial(time.sleep, nap) for nap in naps], 0.01)
+    return overlap.interleave(mesh, [partial(time.sleep, nap) for nap in naps], 0.01)
 
 
 def test_each_act_has_its_own_times_and_the_slowest_rank_s(ranks):

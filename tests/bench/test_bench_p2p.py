@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from check.people import roll
+from check.people import rank_names
 from hosts import hosts, needs_namespaces  # noqa: F401
 from muster.bench import p2p
 from muster.bench import ranks as bench_ranks
 from muster.bench.picture import draw_pairs
 from muster.cli import app
-from muster.parallel.pairs import alone, opponents
+from muster.probes.pairs import one_pair_at_a_time, round_robin
 from processes import muster
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 
 
-@pytest.mark.parametrize("meetings", [alone, opponents])
+@pytest.mark.parametrize("meetings", [one_pair_at_a_time, round_robin])
 @pytest.mark.parametrize("world", [2, 3, 4, 7, 8, 17])
 def test_every_pair_meets_once_and_nobody_is_in_two_places(meetings, world):
     turns = list(zip(*(meetings(rank, world) for rank in range(world)), strict=True))
@@ -31,7 +31,7 @@ def test_every_pair_meets_once_and_nobody_is_in_two_places(meetings, world):
     for turn in turns:
         pairs = {(a, b) for a, b in enumerate(turn) if b is not None and a < b}
         assert all(turn[b] == a for a, b in pairs)
-        assert meetings is opponents or len(pairs) == 1
+        assert meetings is round_robin or len(pairs) == 1
         met += pairs
     assert sorted(met) == list(combinations(range(world), 2))
 
@@ -107,7 +107,7 @@ def test_a_block_that_arrives_wrong_is_told_and_ends_with_code_1(ranks, tmp_path
 
 def judged(people, speeds, **changes):
     usual = {"copy": 8.0, "gpu": False, "network": 12.5, "rates": {}} | changes
-    ranks = range(len(people.arrived))
+    ranks = range(len(people.registered))
     rows = [
         {"from": a, "to": b, "gb_per_s": speeds.get((a, b), 5.0)}
         for a in ranks
@@ -118,19 +118,19 @@ def judged(people, speeds, **changes):
 
 
 def test_slow_links_are_named_by_rank_host_and_reason_each_way():
-    assert judged(roll(*"aaab"), {}) == []
-    (slow,) = judged(roll(*"aaab"), {(2, 1): 2.0})
+    assert judged(rank_names(*"aaab"), {}) == []
+    (slow,) = judged(rank_names(*"aaab"), {(2, 1): 2.0})
     assert (slow["from"], slow["to"]) == (2, 1)
     assert slow["words"] == (
         "rank 2 on a → rank 1 on a: 2 GB/s, but the median within a host is 5 GB/s"
     )
-    (slow,) = judged(roll(*"aaab"), {(0, 3): 1.0})
+    (slow,) = judged(rank_names(*"aaab"), {(0, 3): 1.0})
     assert (
         slow["words"]
         == "rank 0 on a → rank 3 on b: 1 GB/s, but the hardware has 12.5 GB/s and should give 4.17"
     )
     rates = {"0": 300.0, "1": 300.0}
-    slow = judged(roll(*"aa"), {(0, 1): 90.0, (1, 0): 250.0}, gpu=True, rates=rates)
+    slow = judged(rank_names(*"aa"), {(0, 1): 90.0, (1, 0): 250.0}, gpu=True, rates=rates)
     assert [(link["from"], link["to"]) for link in slow] == [(0, 1)]
 
 
@@ -157,8 +157,8 @@ def test_the_command_prints_matrices_and_keeps_a_file_and_a_heat_map(tmp_path):
 
 def test_one_rank_alone_is_refused(ranks):
     done = CliRunner().invoke(app, ["bench", "p2p", "--gpus", "1"])
-    assert "one rank has nobody to talk to" in str(done.exception)
-    with pytest.raises(AssertionError, match="one rank has nobody to talk to"):
+    assert "one rank has no peer" in str(done.exception)
+    with pytest.raises(AssertionError, match="one rank has no peer"):
         ranks(1)(_measure, 1024)
 
 

@@ -118,7 +118,7 @@ def test_worlds_double_and_end_at_the_last():
 
 
 def test_more_ranks_than_cores_are_refused():
-    with pytest.raises(LaunchError, match="core, of its own"):
+    with pytest.raises(LaunchError, match="its own core"):
         scaling.most_ranks(100_000)
 
 
@@ -160,7 +160,7 @@ def test_the_command_shows_keeps_and_draws(tmp_path, monkeypatch):
         row("weak", 2, 16, 1.25, compute=1.0, exposed=0.15, rest=0.1) | {"strategy": "ddp"},
     ]
     scaling.judge(rows)
-    head = results.describe("scaling", torch.device("cpu"), 2, ["here"])
+    head = results.document_head("scaling", torch.device("cpu"), 2, ["here"])
     kind = {"keys": ["kind", "ranks"], "figure": "efficiency", "better": "higher"}
     document = {**head, **kind, "recipe": "gpt-micro", "overrides": [], "rows": rows}
     monkeypatch.setattr(scaling, "measure", lambda *_: document)

@@ -1,18 +1,18 @@
-"""Ranks that have signed in, for tests that judge."""
+"""Registered ranks, for tests of findings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from muster.check.findings import Finding, Roll
+from muster.check.findings import Finding, RankNames
 
 
-def roll(*hosts: str, **changes: dict[int, Any]) -> Roll:
-    """`roll("a", "a", "b")` has ranks 0 and 1 on host a and rank 2 on b, numbered as they should be;
+def rank_names(*hosts: str, **changes: dict[int, Any]) -> RankNames:
+    """`rank_names("a", "a", "b")` has ranks 0 and 1 on host a and rank 2 on b, numbered as they should be;
     `local_rank={1: 0}` changes what rank 1 says."""
-    arrived = {}
+    registered = {}
     for rank, host in enumerate(hosts):
-        arrived[rank] = {
+        registered[rank] = {
             "rank": rank,
             "local_rank": hosts[:rank].count(host),
             "local_world": hosts.count(host),
@@ -23,8 +23,8 @@ def roll(*hosts: str, **changes: dict[int, Any]) -> Roll:
             "net": host,
             "boot": host,
         }
-        arrived[rank] |= {name: of[rank] for name, of in changes.items() if rank in of}
-    return Roll(arrived)
+        registered[rank] |= {name: of[rank] for name, of in changes.items() if rank in of}
+    return RankNames(registered)
 
 
 def only(findings: list[Finding], status: str) -> Finding:

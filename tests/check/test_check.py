@@ -1,4 +1,4 @@
-"""Whole checks in processes of their own, as users start them, on sound and unsound set-ups."""
+"""Whole checks in processes of their own, as users start them, on setups that are fit and that are not."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_rank_that_never_arrives_is_named_within_the_limit():
     limit, started = 12 if crowd() < 2 else 24, time.monotonic()
     report = finish_ranks(start_ranks(3, only=(0, 2), timeout=limit))
     (fail,) = failures(report)
-    assert fail["words"].startswith(f"rank 1 of 3 did not arrive within {limit} s; present: ")
+    assert fail["words"].startswith(f"rank 1 of 3 did not join within {limit} s; joined: ")
     assert "rank 0 on " in fail["words"]
     assert "rank 2 on " in fail["words"]
     assert fail["ranks"] == [1]
@@ -109,7 +109,7 @@ def test_ranks_on_the_same_core_and_a_wrong_mapping_are_both_named_and_end_the_c
     mapping, clash = failures(report)
     assert "rank 0 is local rank 1, rank 1 is local rank 0" in mapping["words"]
     assert clash["words"].startswith(f"ranks 0 and 1 share core {first} of ")
-    assert report["findings"][-1]["words"].startswith("not tried after the failure: collectives, ")
+    assert report["findings"][-1]["words"].startswith("skipped after the failure: collectives, ")
 
 
 CORRUPTED = """
@@ -129,7 +129,7 @@ def test_a_corrupted_collective_ends_the_check():
     (fail,) = failures(report)
     assert fail["words"].startswith("all_reduce float32 is wrong on rank 1 on ")
     assert fail["cure"]
-    assert report["findings"][-1]["words"].startswith("not tried after the failure: gradients, ")
+    assert report["findings"][-1]["words"].startswith("skipped after the failure: gradients, ")
 
 
 def ranks_of(check: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -190,7 +190,7 @@ def test_two_hosts_are_checked_together(hosts, tmp_path: Path):  # noqa: F811
     found = {f["step"]: f for f in report["findings"] if f["status"] != "note"}
     assert found["ranks"]["status"] == found["collectives"]["status"] == "ok"
     assert "cannot resolve host-a" in str(report["findings"])  # the test's hosts have no names
-    assert "node 0 finds this set-up" in second.communicate(timeout=30)[0]
+    assert "node 0 finds this setup" in second.communicate(timeout=30)[0]
     assert second.returncode == first.returncode
 
 

@@ -1,4 +1,4 @@
-"""What is made of the ranks' accounts: hardware and networks that no test machine has."""
+"""Findings from the ranks' reports: hardware and networks that no test machine has."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from check.people import only, roll
+from check.people import only, rank_names
 from muster.check import devices, links, network, ranks, software
-from muster.check.board import Board
-from muster.check.findings import Finding, Report, odd_ones_out
+from muster.check.context import Options
+from muster.check.findings import Finding, Report, find_outliers
 from muster.check.judge import Judge
-from muster.check.seat import Options
+from muster.check.messages import MessageStore
 from muster.hardware import inventory
 from muster.hardware.inventory import Gpu, Inventory, Pcie
 
@@ -38,8 +38,8 @@ def four_gpus(monkeypatch):
 
 
 def on_this_machine(count: int, **mask: str) -> list[Finding]:
-    said = devices.describe(inventory.detect(env=mask)) | {"competitors": []}
-    return devices.judge({0: said} | {r: {} for r in range(1, count)}, roll(*["a"] * count))
+    said = devices.device_report(inventory.detect(env=mask)) | {"competitors": []}
+    return devices.judge({0: said} | {r: {} for r in range(1, count)}, rank_names(*["a"] * count))
 
 
 def test_a_masked_device_is_named_with_its_mask(four_gpus):
@@ -75,76 +75,85 @@ def test_gpus_in_use_full_or_failing_are_named(four_gpus):
     assert failing.words.startswith("a: GPU 3 reports 3 uncorrected memory errors")
 
 
-def rank_account(**changes) -> dict:
+def rank_report(**changes) -> dict:
     usual = {"device": "cpu", "uuid": None, "bound": True, "contexts": {}}
     return usual | {"cores": [0], "reachable": [0, 1, 2, 3]} | changes
 
 
-def gpu_account(uuid: str, **changes) -> dict:
-    return rank_account(uuid=uuid, device="cuda:0", name="NVIDIA H100", **changes)
+def gpu_report(uuid: str, **changes) -> dict:
+    return rank_report(uuid=uuid, device="cuda:0", name="NVIDIA H100", **changes)
 
 
 def test_two_ranks_on_one_gpu_are_named():
-    said = {r: gpu_account(f"u{r % 3}") for r in range(4)}
-    fail = only(ranks.judge(said, roll("a", "a", "a", "a")), "fail")
+    said = {r: gpu_report(f"u{r % 3}") for r in range(4)}
+    fail = only(ranks.judge(said, rank_names("a", "a", "a", "a")), "fail")
     assert fail.words == "ranks 0, 3 share one GPU of a (u0)"
     assert fail.ranks == (0, 3)
 
 
 def test_ranks_may_share_cores_only_where_none_is_free():
-    apart = {0: rank_account(cores=[0, 1]), 1: rank_account(cores=[2, 3])}
-    assert only(ranks.judge(apart, roll("a", "a")), "ok").words.startswith("Rank: 0/2, cores 0,1")
-    clash = {0: rank_account(cores=[0, 1]), 1: rank_account(cores=[1])}
-    assert (
-        "ranks 0 and 1 share core 1 of a" in only(ranks.judge(clash, roll("a", "a")), "fail").words
+    apart = {0: rank_report(cores=[0, 1]), 1: rank_report(cores=[2, 3])}
+    assert only(ranks.judge(apart, rank_names("a", "a")), "ok").words.startswith(
+        "Rank: 0/2, cores 0,1"
     )
-    crowded = {r: rank_account(cores=[0, 1, 2, 3]) for r in range(8)}
-    only(ranks.judge(crowded, roll(*["a"] * 8)), "ok")
-    only(ranks.judge(clash, roll("a", "b")), "ok")  # the same numbers, other machines
+    clash = {0: rank_report(cores=[0, 1]), 1: rank_report(cores=[1])}
+    assert (
+        "ranks 0 and 1 share core 1 of a"
+        in only(ranks.judge(clash, rank_names("a", "a")), "fail").words
+    )
+    crowded = {r: rank_report(cores=[0, 1, 2, 3]) for r in range(8)}
+    only(ranks.judge(crowded, rank_names(*["a"] * 8)), "ok")
+    only(ranks.judge(clash, rank_names("a", "b")), "ok")  # the same numbers, other machines
 
 
 def test_contexts_beside_the_ranks_own_are_counted():
-    tidy = {r: gpu_account(f"u{r}", contexts={"GPU-u0": 1, "GPU-u1": 1}) for r in range(2)}
-    only(ranks.judge(tidy, roll("a", "a")), "ok")
-    stray = {r: gpu_account(f"u{r}", contexts={"GPU-u0": 2, "GPU-u1": 1}) for r in range(2)}
-    assert "2 contexts on GPU GPU-u0 of a" in only(ranks.judge(stray, roll("a", "a")), "warn").words
-    loose = {0: gpu_account("u0"), 1: gpu_account("u1", bound=False)}
+    tidy = {r: gpu_report(f"u{r}", contexts={"GPU-u0": 1, "GPU-u1": 1}) for r in range(2)}
+    only(ranks.judge(tidy, rank_names("a", "a")), "ok")
+    stray = {r: gpu_report(f"u{r}", contexts={"GPU-u0": 2, "GPU-u1": 1}) for r in range(2)}
+    assert (
+        "2 contexts on GPU GPU-u0 of a"
+        in only(ranks.judge(stray, rank_names("a", "a")), "warn").words
+    )
+    loose = {0: gpu_report("u0"), 1: gpu_report("u1", bound=False)}
     assert (
         "rank 1 on a: torch's current device"
-        in only(ranks.judge(loose, roll("a", "a")), "fail").words
+        in only(ranks.judge(loose, rank_names("a", "a")), "fail").words
     )
 
 
 @pytest.mark.parametrize(
-    ("people", "words"),
+    ("names", "words"),
     [
         (
-            roll("a", "a", local_rank={0: 1, 1: 0}),
-            "ranks do not follow each other: rank 0 is local",
+            rank_names("a", "a", local_rank={0: 1, 1: 0}),
+            "ranks are not consecutive: rank 0 is local",
         ),
         (
-            roll("a", "a", local_rank={1: 0}),
+            rank_names("a", "a", local_rank={1: 0}),
             "the local ranks are not 0 to 1: rank 0 is local rank 0, rank 1",
         ),
-        (roll("a", "a", "b", local_rank={1: 2}), "the local ranks are not 0 to 1"),
-        (roll("a", "a", local_world={0: 4, 1: 4}), "2 ranks arrived, though they were told of [4]"),
+        (rank_names("a", "a", "b", local_rank={1: 2}), "the local ranks are not 0 to 1"),
+        (
+            rank_names("a", "a", local_world={0: 4, 1: 4}),
+            "2 ranks joined, but LOCAL_WORLD_SIZE is [4]",
+        ),
     ],
 )
-def test_a_wrong_rank_mapping_is_named(people, words):
-    said = {r: rank_account(cores=[r]) for r in people.arrived}
-    fail = only(ranks.judge(said, people), "fail")
+def test_a_wrong_rank_mapping_is_named(names, words):
+    said = {r: rank_report(cores=[r]) for r in names.registered}
+    fail = only(ranks.judge(said, names), "fail")
     assert fail.words.startswith("wrong rank mapping on a: ")
     assert words in fail.words
 
 
 def test_ranks_dealt_out_in_turn_over_hosts_are_named_on_each():
-    said = {r: rank_account(cores=[r]) for r in range(4)}
-    found = ranks.judge(said, roll("a", "b", "a", "b"))
+    said = {r: rank_report(cores=[r]) for r in range(4)}
+    found = ranks.judge(said, rank_names("a", "b", "a", "b"))
     assert [f.hosts for f in found] == [("a",), ("b",)]
-    assert all("ranks do not follow each other" in f.words for f in found)
+    assert all("ranks are not consecutive" in f.words for f in found)
 
 
-def software_account(**changes) -> dict:
+def software_report(**changes) -> dict:
     usual = {"muster": "1", "python": "3.11", "torch": "2.13.0", "CUDA": "13.0", "ROCm": None}
     usual |= {"NCCL": "2.28", "usable": True, "gpus": 2, "vendor": "nvidia", "driver": "580.1"}
     return (
@@ -158,17 +167,20 @@ def software_account(**changes) -> dict:
         ({"torch": "2.5.1"}, "torch 2.5.1 is older than muster supports"),
         ({"CUDA": None, "usable": False}, "2 GPU(s), but this torch was built for CPUs only"),
         ({"driver_cuda": [12, 4]}, "torch was built for CUDA 13.0; driver 580.1 runs up to 12.4"),
-        ({"capabilities": [[9, 0], [12, 0]]}, "this torch has no code for sm_120 (it has sm_90)"),
-        ({"built_for": ["sm_80", "sm_86"]}, "this torch has no code for sm_90"),
+        (
+            {"capabilities": [[9, 0], [12, 0]]},
+            "this torch has no kernels for sm_120 (it has sm_90)",
+        ),
+        ({"built_for": ["sm_80", "sm_86"]}, "this torch has no kernels for sm_90"),
         (
             {"capabilities": [[8, 0]], "built_for": ["sm_86"]},
-            "this torch has no code for sm_80",
+            "this torch has no kernels for sm_80",
         ),
         ({"usable": False}, "the driver sees 2 GPU(s), torch cannot use them"),
     ],
 )
 def test_versions_that_do_not_go_together(changes, words):
-    fail = only(software.judge({0: software_account(**changes)}, roll("a")), "fail")
+    fail = only(software.judge({0: software_report(**changes)}, rank_names("a")), "fail")
     assert fail.words.startswith(f"a: {words}")
 
 
@@ -185,14 +197,14 @@ def test_versions_that_do_not_go_together(changes, words):
     ],
 )
 def test_versions_that_do_go_together(fine):
-    only(software.judge({0: software_account(**fine)}, roll("a")), "ok")
+    only(software.judge({0: software_report(**fine)}, rank_names("a")), "ok")
 
 
 def test_a_host_with_another_version_is_named():
-    said = {r: software_account() for r in range(3)} | {3: software_account(NCCL="2.21")}
-    fail = only(software.judge(said, roll("a", "a", "b", "c")), "fail")
+    said = {r: software_report() for r in range(3)} | {3: software_report(NCCL="2.21")}
+    fail = only(software.judge(said, rank_names("a", "a", "b", "c")), "fail")
     assert fail.words == "rank 3 on c has NCCL 2.21, the others have 2.28"
-    assert odd_ones_out({0: "x", 1: "y"}) == ("x", [1])
+    assert find_outliers({0: "x", 1: "y"}) == ("x", [1])
 
 
 def box(pairs: dict[tuple[int, int], float], **changes) -> dict[int, dict]:
@@ -209,17 +221,17 @@ def box(pairs: dict[tuple[int, int], float], **changes) -> dict[int, dict]:
 
 def test_a_slow_pair_is_named():
     speeds = {(a, b): 2.0 for b in range(4) for a in range(b)}
-    only(links.judge(box(speeds), roll(*"aaaa")), "ok")
-    warn = only(links.judge(box(speeds | {(1, 3): 0.9}), roll(*"aaaa")), "warn")
+    only(links.judge(box(speeds), rank_names(*"aaaa")), "ok")
+    warn = only(links.judge(box(speeds | {(1, 3): 0.9}), rank_names(*"aaaa")), "warn")
     assert warn.words.startswith("slow pairs: rank 1 on a ↔ rank 3 on a: 0.9 GB/s")
     assert warn.ranks == (1, 3)
-    crawling = only(links.judge(box({(0, 1): 0.3}), roll(*"aa")), "warn")
+    crawling = only(links.judge(box({(0, 1): 0.3}), rank_names(*"aa")), "warn")
     assert "rank 0 on a ↔ rank 1 on a: 0.3 GB/s where the hardware has 8" in crawling.words
-    only(links.judge(box({(0, 1): 5.0}, all_reduce=5.0), roll(*"ab")), "ok")
-    network_ = only(links.judge(box({(0, 1): 0.5}, all_reduce=5.0), roll(*"ab")), "warn")
+    only(links.judge(box({(0, 1): 5.0}, all_reduce=5.0), rank_names(*"ab")), "ok")
+    network_ = only(links.judge(box({(0, 1): 0.5}, all_reduce=5.0), rank_names(*"ab")), "warn")
     assert "where the hardware has 12.5" in network_.words
-    only(links.judge(box({(0, 1): 0.5}, network=None, all_reduce=0.1), roll(*"ab")), "ok")
-    together = only(links.judge(box({(0, 1): 2.0}, all_reduce=0.1), roll(*"aa")), "warn")
+    only(links.judge(box({(0, 1): 0.5}, network=None, all_reduce=0.1), rank_names(*"ab")), "ok")
+    together = only(links.judge(box({(0, 1): 2.0}, all_reduce=0.1), rank_names(*"aa")), "warn")
     assert together.words.startswith("all-reduce runs at 0.1 GB/s")
 
 
@@ -234,45 +246,47 @@ def test_gpus_are_held_to_their_links():
     }
     rates = {str(i): rate for i, rate in links.gpu_rates(found, 0).items()}
     said = box({(0, 1): 40.0}, gpu=True, rates=rates, all_reduce=200.0)
-    warn = only(links.judge(said, roll(*"aa")), "warn")
+    warn = only(links.judge(said, rank_names(*"aa")), "warn")
     assert "40 GB/s where the hardware has 300" in warn.words
     only(
-        links.judge(box({(0, 1): 200.0}, gpu=True, rates=rates, all_reduce=200.0), roll(*"aa")),
+        links.judge(
+            box({(0, 1): 200.0}, gpu=True, rates=rates, all_reduce=200.0), rank_names(*"aa")
+        ),
         "ok",
     )
 
 
-def network_account(**changes) -> dict:
+def network_report(**changes) -> dict:
     usual = {"interfaces": {}, "usable": ["eth0"], "infiniband": [], "interface": "eth0"}
     names = {"a": ["10.0.0.1"], "b": ["10.0.0.2"], "localhost": ["127.0.0.1", "::1"]}
     return usual | {"names": names, "master": ["10.0.0.1", ["10.0.0.1"]]} | changes
 
 
 def test_hosts_that_do_not_know_each_other_are_named():
-    good = network_account()
-    assert "by eth0" in only(network.judge({0: good, 1: good}, roll("a", "b")), "ok").words
-    both = network_account(names=good["names"] | {"b": ["127.0.1.1", "10.0.0.2"]})
-    only(network.judge({0: good, 1: both}, roll("a", "b")), "ok")
-    loop = network_account(names=good["names"] | {"b": ["127.0.1.1"]})
-    warn = only(network.judge({0: good, 1: loop}, roll("a", "b")), "warn")
-    assert warn.words == "b: its own name b means only 127.0.1.1 there"
+    good = network_report()
+    assert "by eth0" in only(network.judge({0: good, 1: good}, rank_names("a", "b")), "ok").words
+    both = network_report(names=good["names"] | {"b": ["127.0.1.1", "10.0.0.2"]})
+    only(network.judge({0: good, 1: both}, rank_names("a", "b")), "ok")
+    loop = network_report(names=good["names"] | {"b": ["127.0.1.1"]})
+    warn = only(network.judge({0: good, 1: loop}, rank_names("a", "b")), "warn")
+    assert warn.words == "b: its own name b resolves to only 127.0.1.1 there"
     assert "GLOO_SOCKET_IFNAME=eth0" in warn.cure
-    blind = network_account(names=good["names"] | {"a": []}, master=["a", []])
-    warn, fail = network.judge({0: good, 1: blind}, roll("a", "b"))
+    blind = network_report(names=good["names"] | {"a": []}, master=["a", []])
+    warn, fail = network.judge({0: good, 1: blind}, rank_names("a", "b"))
     assert warn.words == "b cannot resolve a"
-    assert (fail.status, fail.words) == ("fail", "b cannot resolve the meeting point a")
+    assert (fail.status, fail.words) == ("fail", "b cannot resolve the master address a")
 
 
 @pytest.mark.parametrize("addresses", [[], ["10.1.1.1"]])
 def test_a_machine_without_a_loopback_name_is_told(addresses):
-    only(network.judge({0: network_account(), 1: {}}, roll("a", "a")), "ok")
-    said = {0: network_account(names={"localhost": addresses}), 1: {}}
-    assert "localhost means" in only(network.judge(said, roll("a", "a")), "fail").words
+    only(network.judge({0: network_report(), 1: {}}, rank_names("a", "a")), "ok")
+    said = {0: network_report(names={"localhost": addresses}), 1: {}}
+    assert "localhost resolves to" in only(network.judge(said, rank_names("a", "a")), "fail").words
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_addresses():
-    people = roll("a", "b", host={1: "a"})
-    assert list(people.hosts()) == ["a (10.0.0.0)", "a (10.0.0.1)"]
+    names = rank_names("a", "b", host={1: "a"})
+    assert list(names.hosts()) == ["a (10.0.0.0)", "a (10.0.0.1)"]
 
 
 def test_every_complaint_has_a_cause_and_a_cure():
@@ -293,10 +307,10 @@ def test_ranks_that_talk_at_once_share_their_host_s_network(monkeypatch):
     monkeypatch.setattr(links, "interface_speed", lambda address: 12.0)
     mesh = SimpleNamespace(device=torch.device("cpu"), local_rank=0)
     found = inventory.detect()
-    assert links.describe(mesh, "127.0.0.1", found, 1)["network"] == 12.0
-    assert links.describe(mesh, "127.0.0.1", found, 4)["network"] == 3.0
+    assert links.link_report(mesh, "127.0.0.1", found, 1)["network"] == 12.0
+    assert links.link_report(mesh, "127.0.0.1", found, 4)["network"] == 3.0
     monkeypatch.setattr(links, "interface_speed", lambda address: None)
-    assert links.describe(mesh, "127.0.0.1", found, 4)["network"] is None
+    assert links.link_report(mesh, "127.0.0.1", found, 4)["network"] is None
 
 
 CLOSED = {"time": 0.0, "kind": "RuntimeError", "message": "Connection closed by peer"}
@@ -304,27 +318,29 @@ CLOSED = {"time": 0.0, "kind": "RuntimeError", "message": "Connection closed by 
 
 @pytest.mark.parametrize("others", [{"0": {"error": CLOSED}}, {}], ids=["complain", "still work"])
 def test_a_rank_that_died_after_its_account_is_named_and_not_those_it_left(others):
-    board, started = Board(dist.HashStore()), time.monotonic()
-    for rank, said in roll("a", "a").arrived.items():
-        board.post(f"here/{rank}", said)
-        board.post(f"bye/{rank}", True)
-    for rank, account in {"1": {}, **others}.items():
-        board.post(f"account/0/{rank}", account)
+    messages, started = MessageStore(dist.HashStore()), time.monotonic()
+    for rank, said in rank_names("a", "a").registered.items():
+        messages.post(f"registered/{rank}", said)
+        messages.post(f"done/{rank}", True)
+    for rank, report in {"1": {}, **others}.items():
+        messages.post(f"report/0/{rank}", report)
 
-    def exits() -> dict[int, str]:  # seen a moment after the others' complaints
+    def exits() -> dict[int, str]:  # seen a moment after the others' errors
         return {1: "was killed by SIGKILL"} if time.monotonic() > started + 0.1 else {}
 
-    report = Judge(board, 2, Options(timeout_s=20.0), exits).conduct()
+    report = Judge(messages, 2, Options(timeout_s=20.0), exits).run()
     (fail,) = [finding for finding in report.findings if finding.status == "fail"]
     assert (fail.ranks, fail.words) == ((1,), "rank 1 on a was killed by SIGKILL")
 
 
 def test_a_rank_that_dies_while_others_arrive_is_named_and_not_those_on_their_way():
-    board = Board(dist.HashStore())
+    messages = MessageStore(dist.HashStore())
     for rank in (1, 2):
-        board.post(f"here/{rank}", roll("a", "a", "a").arrived[rank])
+        messages.post(f"registered/{rank}", rank_names("a", "a", "a").registered[rank])
     gone = {1: "was killed by SIGKILL"}
-    report = Judge(board, 3, Options(timeout_s=20.0), lambda: gone).conduct()
+    report = Judge(messages, 3, Options(timeout_s=20.0), lambda: gone).run()
     (fail,) = report.findings
     assert fail.ranks == (1,)
-    assert fail.words.startswith("rank 1 was killed by SIGKILL, before all had arrived; present: ")
+    assert fail.words.startswith(
+        "rank 1 was killed by SIGKILL, before all ranks had joined; joined: "
+    )

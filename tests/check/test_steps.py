@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import few_clips
-from check.people import only, roll
+from check.people import only, rank_names
 from muster.check import balance, collectives, data, gradients, links
-from muster.check.board import Board
-from muster.check.seat import Account, Options, Seat
-from muster.launch.cluster import Place
+from muster.check.context import Options, RankContext, RankReport
+from muster.check.messages import MessageStore
+from muster.launch.cluster import RankInfo
 from muster.parallel.mesh import Mesh
 
 
@@ -32,15 +32,17 @@ def swapped(owner: object, name: str, other: Callable) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def ask(mesh: Mesh, measure: Callable[[Seat], Account], file: str = "", **options) -> Account:
-    """`file` is where ranks meet, for steps in which they do."""
-    place = Place(mesh.rank, mesh.world, mesh.local_rank, mesh.world)
+def ask(
+    mesh: Mesh, measure: Callable[[RankContext], RankReport], file: str = "", **options
+) -> RankReport:
+    """`file` holds the store of the ranks, for steps that need one."""
+    rank_info = RankInfo(mesh.rank, mesh.world, mesh.local_rank, mesh.world)
     store = dist.FileStore(file, mesh.world) if file else dist.HashStore()
-    return measure(Seat(place, Board(store), Options(**options), mesh))
+    return measure(RankContext(rank_info, MessageStore(store), Options(**options), mesh))
 
 
-def judged(step, said: list[Account]) -> list:
-    return step.judge(dict(enumerate(said)), roll(*["a"] * len(said)))
+def judged(step, said: list[RankReport]) -> list:
+    return step.judge(dict(enumerate(said)), rank_names(*["a"] * len(said)))
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -51,7 +53,7 @@ def test_every_collective_is_right_over_every_kind_of_number(ranks, world):
     assert len(list(collectives.cases())) == 19
 
 
-def flips(mesh: Mesh, guilty: int, name: str) -> Account:
+def flips(mesh: Mesh, guilty: int, name: str) -> RankReport:
     """One value of what `name` gives the guilty rank is off by one, in bfloat16 only."""
     real = getattr(dist, name)
 
@@ -84,7 +86,7 @@ def test_a_corrupted_collective_is_named_with_its_rank(ranks, torch_name, name):
     assert finding.ranks == (1,)
 
 
-def brings_wrong(mesh: Mesh) -> Account:
+def brings_wrong(mesh: Mesh) -> RankReport:
     real = dist.all_reduce
 
     def broken(got, *args, **kwargs):
@@ -102,7 +104,7 @@ def test_a_wrong_contribution_shows_on_every_rank(ranks):
     assert finding.ranks == (0, 1)
 
 
-def sends_to_the_wrong_rank(mesh: Mesh) -> Account:
+def sends_to_the_wrong_rank(mesh: Mesh) -> RankReport:
     """The ring runs 0 → 2 → 1 → 3, as with two cables crossed."""
     ring = [0, 2, 1, 3]
     at = ring.index(mesh.rank)
@@ -123,7 +125,7 @@ def test_crossed_messages_are_noticed(ranks):
     ]
 
 
-def refuses(mesh: Mesh, everywhere: bool) -> Account:
+def refuses(mesh: Mesh, everywhere: bool) -> RankReport:
     def refusing(*args, **kwargs):
         raise RuntimeError("Backend gloo does not support alltoall_base\nand a stack trace")
 
@@ -136,7 +138,7 @@ def test_what_a_backend_does_not_offer_is_a_note_where_no_rank_has_it(ranks):
     ok, note = judged(collectives, ranks(2)(refuses, True))
     assert ok.words.startswith("16 combinations")
     assert note.status == "note"
-    assert note.words == "not offered by gloo: all_to_all (float32, bfloat16, int64)"
+    assert note.words == "not supported by gloo: all_to_all (float32, bfloat16, int64)"
     found = judged(collectives, ranks(2)(refuses, False))
     assert any("all_to_all int64 fails on rank 0" in f.words for f in found if f.status == "fail")
 
@@ -147,7 +149,7 @@ def test_ddp_gives_the_gradients_of_the_whole_batch(ranks):
         assert 0 < finding.figures["distance"] < 1e-6
 
 
-def draws_differently(mesh: Mesh) -> Account:
+def draws_differently(mesh: Mesh) -> RankReport:
     real = torch.manual_seed
     with swapped(torch, "manual_seed", lambda seed: real(seed + (mesh.rank == 1))):
         return ask(mesh, gradients.measure)
@@ -155,10 +157,10 @@ def draws_differently(mesh: Mesh) -> Account:
 
 def test_a_rank_with_different_weights_is_named(ranks):
     finding = only(judged(gradients, ranks(2)(draws_differently)), "fail")
-    assert finding.words == "rank 1 on a draws other weights from the same seed"
+    assert finding.words == "rank 1 on a initializes other weights from the same seed"
 
 
-def keeps_its_weights(mesh: Mesh) -> Account:
+def keeps_its_weights(mesh: Mesh) -> RankReport:
     """DDP's first broadcast does not reach rank 1, which has drawn other weights."""
     real, drawn = torch.nn.parallel.DistributedDataParallel, torch.manual_seed
 
@@ -179,12 +181,12 @@ def keeps_its_weights(mesh: Mesh) -> Account:
 
 def test_weights_that_stay_different_spoil_the_gradients_too(ranks):
     drawn, synced, spoilt = judged(gradients, ranks(2)(keeps_its_weights))
-    assert drawn.words.startswith("rank 1 on a draws other weights")
-    assert synced.words.startswith("rank 1 on a still holds other weights")
+    assert drawn.words.startswith("rank 1 on a initializes other weights")
+    assert synced.words.startswith("rank 1 on a has other weights")
     assert spoilt.words.startswith("gradients on rank 0 on a, rank 1 on a differ")
 
 
-def does_not_average(mesh: Mesh) -> Account:
+def does_not_average(mesh: Mesh) -> RankReport:
     def lonely(model, **options):
         return model
 
@@ -197,7 +199,7 @@ def test_gradients_that_do_not_travel_are_noticed(ranks):
     assert finding.words.startswith("gradients on rank 0 on a, rank 1 on a differ")
 
 
-def on_core(mesh: Mesh, cores: list[int]) -> Account:
+def on_core(mesh: Mesh, cores: list[int]) -> RankReport:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {cores[mesh.rank]})
     try:
@@ -231,14 +233,14 @@ def test_a_rank_whose_core_is_busy_is_named(ranks):
 
 def test_links_of_every_pair_are_measured(ranks):
     said = ranks(4)(ask, links.measure)
-    for rank, account in enumerate(said):
-        assert sorted(map(int, account["pairs"])) == [r for r in range(4) if r != rank]
-        assert all(0.001 < speed < 1000 for speed in account["pairs"].values())
+    for rank, report in enumerate(said):
+        assert sorted(map(int, report["pairs"])) == [r for r in range(4) if r != rank]
+        assert all(0.001 < speed < 1000 for speed in report["pairs"].values())
     (finding, *_) = judged(links, said)
     assert finding.figures or finding.status == "warn"
 
 
-def reads_slowly(mesh: Mesh, seconds: float, file: str) -> Account:
+def reads_slowly(mesh: Mesh, seconds: float, file: str) -> RankReport:
     """Each clip takes that long to read."""
     import time
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from clips import encode, tone, write_parquet
 
-from muster.data import audio, corpus
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data import corpus
+from muster.data.speech import audio
+from muster.data.speech.source import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from muster.data import batches as batches_module
-from muster.data.audio_files import RowGroups
-from muster.data.batches import CARRIED, BatchPlan, cut, eval_shards, keyed_generator
+from muster.data.batches import MAX_WAIT_POOLS, BatchPlan, cut, eval_shards, keyed_generator
+from muster.data.speech.files import RowGroups
 from muster.errors import RecipeError
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -315,12 +315,12 @@ def test_clips_wait_for_others_of_their_window_a_few_pools_at_most(size):
         return 16 * max(last[g] - first[g] for g in first)
 
     waiting = 15 * len(set(windows))
-    assert span(batches) <= CARRIED * 64 + 2 * (64 + 2 * size) + waiting
+    assert span(batches) <= MAX_WAIT_POOLS * 64 + 2 * (64 + 2 * size) + waiting
     assert span(by_length) <= 2 * (64 + 2 * size)
     mixed = np.mean([len(set(windows[ids])) > 1 for ids in batches])
     assert mixed < 0.15
-    assert plan.reach == 64 * (2 + CARRIED) // 2
-    assert alone.reach == 64
+    assert plan.reserve_size == 64 * (2 + MAX_WAIT_POOLS) // 2
+    assert alone.reserve_size == 64
 
 
 @pytest.mark.parametrize("size", [10, 40, 400])
@@ -329,7 +329,9 @@ def test_with_room_for_its_reach_a_plan_reads_each_row_group_once(size):
     windows = np.ceil(lengths / 2) * 2
     plan = BatchPlan(lengths, 16, 0, pool_batches=4, groups=groups, windows=windows)
     rows = np.bincount(groups)
-    kept = RowGroups(lambda key: np.zeros(rows[key[1]], np.int8), 2 * (plan.reach + rows.max()))
+    kept = RowGroups(
+        lambda key: np.zeros(rows[key[1]], np.int8), 2 * (plan.reserve_size + rows.max())
+    )
     for step in range(plan.steps_per_epoch):
         for group in groups[plan.batch(step)].tolist():
             kept.get((0, group))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from muster.data import corpus
-from muster.data.documents import BadRows, read_documents
+from muster.data.text.documents import BadRows, read_documents
 from muster.errors import DataError
 
 
@@ -91,13 +91,13 @@ def test_few_bad_rows_are_logged_and_many_are_an_error(caplog):
     for row in range(7):
         bad.add(f"f row {row}", "the text is null")
     with caplog.at_level(logging.WARNING):
-        bad.judge(700, 0.01)
+        bad.check(700, 0.01)
     assert "7 of 700 documents cannot be read and are left out: f row 0: the text" in caplog.text
     with pytest.raises(DataError, match=r"7 of 699 .*f row 4: the text is null …\).*above 0\.010"):
-        bad.judge(699, 0.01)
+        bad.check(699, 0.01)
     with pytest.raises(DataError, match=r"see data\.text_column"):
-        bad.judge(7, 0.5)
-    BadRows().judge(0, 0.0)
+        bad.check(7, 0.5)
+    BadRows().check(0, 0.0)
 
 
 def test_text_files_of_a_folder_are_found_by_split(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from muster.data.features import (
+from muster.data.speech.features import (
     FIXED_MEAN,
     FIXED_SCALE,
     FLOOR,

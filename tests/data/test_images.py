@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from muster.data import image_files
 from muster.data.corpus import DIGITS, files
-from muster.data.image_files import ParquetImages
-from muster.data.images import ImageSource, find_classes, read, read_digits, read_idx
+from muster.data.images import files as image_files
+from muster.data.images.files import ParquetImages
+from muster.data.images.source import ImageSource, find_classes, read, read_digits, read_idx
 from muster.errors import DataError, MusterError
 
 RNG = np.random.default_rng(0)
@@ -158,9 +158,9 @@ def test_nothing_but_bad_rows_is_an_error_at_any_share(write, share):
 
 def test_images_are_examined_once_for_as_long_as_the_file_stays(write, monkeypatch):
     seen = []
-    examine = image_files._examine
+    examine = image_files._check_image
     monkeypatch.setattr(
-        image_files, "_examine", lambda cell, folder: seen.append(cell) or examine(cell, folder)
+        image_files, "_check_image", lambda cell, folder: seen.append(cell) or examine(cell, folder)
     )
     paths = write([GOOD] * 5, [0, 1, 0, 1, 0])
     assert ParquetImages(paths).channels == 3
@@ -212,7 +212,7 @@ def test_a_file_and_its_packed_copy_are_one(mnist):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda c: c[:-100], "promises 5 × 28 × 28 bytes and holds 3820"),
+        (lambda c: c[:-100], "should have 5 × 28 × 28 bytes and has 3820"),
         (lambda c: b"\x00\x00\x08\x01" + c[4:], "is not an IDX file of images"),
         (lambda c: b"", "is not an IDX file of images"),
         (lambda c: idx(np.zeros((6, 28, 28))), "has 6 images, train-labels-idx1-ubyte 5 labels"),

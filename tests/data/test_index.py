@@ -14,10 +14,11 @@ import pyarrow as pa
 import pytest
 from clips import encode, tone, write_parquet
 
-from muster.data import audio, cache, index
-from muster.data.index import ensure_index
+from muster.data import cache
 from muster.data.parquet import ParquetClips
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data.speech import audio, index
+from muster.data.speech.index import ensure_index
+from muster.data.speech.source import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 GOOD = encode(tone(0.3))
@@ -53,7 +54,7 @@ def test_durations_come_in_the_order_of_files_and_rows(tmp_path, monkeypatch):
             assert found.seconds == pytest.approx([0.1 * n + 0.01 * i for i in range(7)])
             assert found.kinds == {"WAV 16000 Hz": 7}
         for path in paths:
-            cache.places(path)[0].unlink()
+            cache.index_paths(path)[0].unlink()
 
 
 def test_progress_goes_up_to_the_whole_and_counts_what_was_kept(tmp_path):
@@ -94,8 +95,8 @@ def test_those_who_come_together_build_it_once(tmp_path, measured):
 BUILDER = """
 import sys, time
 from pathlib import Path
-from muster.data import audio
-from muster.data.index import ensure_index
+from muster.data.speech import audio
+from muster.data.speech.index import ensure_index
 
 def stuck(clip, header=audio.header):
     print("building", flush=True)
@@ -153,7 +154,7 @@ def test_a_builder_that_dies_holds_nobody_up(tmp_path, builder, measured, closed
 def test_patience_has_an_end(tmp_path, builder, measured, monkeypatch):
     (path,) = write(tmp_path, files=1, rows=3)
     builder(path, 600)
-    monkeypatch.setattr(index, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(index, "LOCK_TIMEOUT_S", 0.2)
     ensure_index([path])
     assert len(measured) == 3
 
@@ -193,7 +194,7 @@ def test_bodies_are_looked_at_once_and_remembered(tmp_path):
     assert ensure_index([path])[0].problems == {}, "the headers are sound"
     (found,) = ensure_index([path], decode=True)
     assert sorted(found.problems) == [1, 2]
-    assert "the header promises 1.0" in found.problems[2]
+    assert "the header says 1.0" in found.problems[2]
     assert ensure_index([path])[0].problems == found.problems
     source = SpeechSource([path], SpeechLimits(max_bad_fraction=0.5))
     assert [source.rows[i].number for i in range(len(source))] == [0, 3]
@@ -223,11 +224,11 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_no_lock(tmp_path):
     """Another process opened it, its holder finished and removed it, a third made a new one."""
     file = tmp_path / "lock"
     with file.open("w") as opened:
-        assert cache.take(opened.fileno(), file)
+        assert cache.try_lock(opened.fileno(), file)
         file.unlink()
-        assert not cache.take(opened.fileno(), file)
+        assert not cache.try_lock(opened.fileno(), file)
         file.touch()
-        assert not cache.take(opened.fileno(), file)
+        assert not cache.try_lock(opened.fileno(), file)
 
 
 @pytest.mark.parametrize(("room", "most"), [(0, 1), (2.5, 2), (100, 4)])
@@ -236,7 +237,7 @@ def test_row_groups_held_at_once_have_a_bound_and_one_always_passes(
 ):
     path = write_parquet(tmp_path / "a.parquet", [GOOD] * 24, ["x"] * 24, rows_per_group=2)
     table = index.open_table(path)
-    monkeypatch.setattr(index, "ROOM_BYTES", int(room * table.sizes[0]))
+    monkeypatch.setattr(index, "MAX_BYTES", int(room * table.sizes[0]))
     monkeypatch.setattr(index.os, "cpu_count", lambda: 4)
     held, seen, lock, measure = set(), [], threading.Lock(), index.measure
 
@@ -268,7 +269,7 @@ def test_those_who_wait_ask_less_and_less_often(tmp_path, builder, monkeypatch):
         now[0] += pause
 
     monkeypatch.setattr(index.time, "sleep", sleep)
-    monkeypatch.setattr(index, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(index, "LOCK_TIMEOUT_S", 60.0)
     ensure_index([path], progress=lambda *_: None)
     assert pauses[:7] == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0])
     assert set(pauses[7:]) == {2.0}

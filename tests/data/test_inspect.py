@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from clips import encode, tone, write_parquet
 
-from muster.data.inspect import inspect
+from muster.data.speech.inspect import inspect
 
 
 def test_each_split_is_summed_up(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 from clips import encode, tone
 
 from muster.data import corpus
-from muster.data.audio_folder import read_metadata
-from muster.data.make import make
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data.speech.folder import read_metadata
+from muster.data.speech.make import make
+from muster.data.speech.source import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 TEXTS = ["one, two", 'three "four"', "five", "six", "seven"]

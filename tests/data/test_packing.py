@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from lm_tokenizers import byte_level, word_level, write
-from muster.data import packing
 from muster.data.cache import cache_folder
-from muster.data.packing import PackedSource
-from muster.data.tokens import Bytes, HuggingFace, Tokenizer
+from muster.data.text import packing
+from muster.data.text.packing import PackedSource
+from muster.data.text.tokenizers import Bytes, HuggingFace, Tokenizer
 from muster.errors import DataError
 
 TEXTS = ["hello world", "naïve 漢字", "x", "hello " * 40, "😀"]
@@ -181,7 +181,7 @@ def test_too_little_text_says_so(tmp_path):
 def test_a_cache_without_room_says_what_to_do(corpus, small_disk, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk))
     corpus[1].write_text("z" * (1 << 20))
-    with pytest.raises(DataError, match=r"cannot keep tokens in .*XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"cannot write tokens to .*XDG_CACHE_HOME"):
         PackedSource(corpus, Bytes(), 7, whole=True)
     assert list((small_disk / "muster" / "tokens").iterdir()) == []
 

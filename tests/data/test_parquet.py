@@ -10,9 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 from clips import AUDIO, encode, tone, write_parquet
 
-from muster.data import audio, cache, corpus, parquet
-from muster.data.audio_files import AudioFiles, Row
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data import cache, corpus, parquet
+from muster.data.speech import audio
+from muster.data.speech.files import AudioFiles, ClipRow
+from muster.data.speech.source import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 SPANS = [0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
@@ -27,7 +28,7 @@ def measured(monkeypatch):
     return seen
 
 
-def rows_of(path: Path, *columns: str) -> list[Row]:
+def rows_of(path: Path, *columns: str) -> list[ClipRow]:
     return list(AudioFiles([path], *columns).read_rows())
 
 
@@ -273,7 +274,7 @@ def test_where_nothing_can_be_written_durations_are_found_all_the_same(
     (tmp_path / "cache").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert spans(path) == pytest.approx(SPANS)
-    assert "could not keep the index" in caplog.text
+    assert "could not save the index" in caplog.text
 
 
 def test_a_half_written_index_leaves_nothing_behind(corpus_file, monkeypatch, tmp_path):
@@ -289,7 +290,7 @@ def test_a_cache_folder_is_never_made_where_the_command_was_typed(unset, monkeyp
     monkeypatch.chdir(tmp_path)
     for name, value in unset.items():
         monkeypatch.setenv(name, value)
-    for place in cache.places(tmp_path / "a.parquet"):
+    for place in cache.index_paths(tmp_path / "a.parquet"):
         assert place.is_absolute()
 
 
@@ -324,8 +325,8 @@ def test_row_groups_are_kept_within_their_budget(corpus_file):
     files.row_groups.budget = sizes[0] + sizes[1]
     for row in (*rows, *rows[:2]):
         files.clip(row)
-    assert sorted(files.row_groups._kept) == [(0, 0), (0, 1)]
+    assert sorted(files.row_groups._cache) == [(0, 0), (0, 1)]
     assert files.row_groups._bytes == sizes[0] + sizes[1]
     files.clip(rows[0])
     files.clip(rows[6])
-    assert list(files.row_groups._kept)[-1] == (0, 6), "the one in use stays, however large"
+    assert list(files.row_groups._cache)[-1] == (0, 6), "the one in use stays, however large"

@@ -9,7 +9,7 @@ import pytest
 import soundfile
 from clips import AUDIO, encode, tone
 
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data.speech.source import SpeechLimits, SpeechSource
 from muster.errors import DataError
 
 SPANS = [0.3, 0.4, 0.6]

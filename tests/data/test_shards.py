@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from muster.data import corpus
-from muster.data.shards import write_shards
+from muster.data.speech.shards import write_shards
 from muster.errors import DataError
 
 SPEC = "embedded:spoken-numbers"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from clips import AUDIO, encode, tone, write_parquet
 
-from muster.data import audio
-from muster.data.speech import SpeechLimits, SpeechSource, check_characters
-from muster.data.text import Characters
+from muster.data.speech import audio
+from muster.data.speech.source import SpeechLimits, SpeechSource, check_characters
+from muster.data.speech.vocabulary import Characters
 from muster.errors import DataError
 from muster.recipe.data import Data
 
@@ -105,7 +105,7 @@ def test_no_usable_clip_says_what_became_of_them(source):
 
 @pytest.mark.parametrize(
     ("container", "words"),
-    [("FLAC", "not readable as audio"), ("MP3", r"header promises 1\.00 s, the clip holds 0\.")],
+    [("FLAC", "not readable as audio"), ("MP3", r"header says 1\.00 s, the clip has 0\.")],
 )
 def test_a_clip_whose_body_is_cut_off_is_silence_named_and_counted_once(
     source, container, words, caplog
@@ -178,7 +178,7 @@ def test_a_file_replaced_by_a_longer_one_during_training_is_no_crash(tmp_path, s
     (tmp_path / "x.wav").write_bytes(encode(tone(2.0)))
     sample = made.load(0)
     assert (sample.broken, len(sample.samples)) == (True, 8000)
-    assert "the header promises 0.50 s, the clip holds 2.00 s" in caplog.text
+    assert "the header says 0.50 s, the clip has 2.00 s" in caplog.text
 
 
 def test_text_outside_the_vocabulary_names_character_file_and_row(source):
@@ -281,7 +281,7 @@ def test_a_long_clip_whose_beginning_is_missing_too_is_refused(source):
     noise = np.random.default_rng(0).standard_normal(48000) * 0.1
     whole = encode(noise, container="MP3")
     made = source([whole[: len(whole) // 8], GOOD], max_seconds=1.0, long_clips="cut")
-    with pytest.raises(DataError, match=r"row 0: the header promises 3\.0"):  # of two: too many
+    with pytest.raises(DataError, match=r"row 0: the header says 3\.0"):  # of two: too many
         made.load(0)
 
 

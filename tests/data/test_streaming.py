@@ -11,9 +11,9 @@ import pytest
 import torch
 from clips import AUDIO, encode, tone, write_parquet
 
-from muster.data.batches import CARRIED, BatchPlan
+from muster.data.batches import MAX_WAIT_POOLS, BatchPlan
 from muster.data.loader import Batch, Loader
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data.speech.source import SpeechLimits, SpeechSource
 
 CLIPS, PER_GROUP, SECONDS = 2400, 32, 4  # 300 MB of WAV in row groups of 4 MB; 600 MB decoded
 BOUND_MB = 180  # 25 of row groups, 8 of kept clips, 45 of batches ahead, as much again of slack
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from muster.data.batches import BatchPlan
 from muster.data.loader import Batch, Loader
-from muster.data.speech import SpeechLimits, SpeechSource
+from muster.data.speech.source import SpeechLimits, SpeechSource
 
 def collate(samples, epoch, longest=None):
     waves = np.stack([s.samples for s in samples])  # torch keeps freed memory on some processors
@@ -99,7 +99,7 @@ def test_the_same_without_row_groups_reads_them_over_and_over(corpus):
     assert found["reads"] > 5 * found["steps"], "or the test above shows nothing"
 
 
-@pytest.mark.parametrize(("windows", "pools"), [(False, 1), (True, (2 + CARRIED) / 2)])
+@pytest.mark.parametrize(("windows", "pools"), [(False, 1), (True, (2 + MAX_WAIT_POOLS) / 2)])
 def test_every_rank_reads_every_row_group_once_and_keeps_two_stretches(tmp_path, windows, pools):
     rows, per_group, ranks, batch, pool_batches = 480, 24, 2, 8, 6
     clips = [encode(tone(0.1, 200 + i)) for i in range(rows)]
@@ -116,7 +116,7 @@ def test_every_rank_reads_every_row_group_once_and_keeps_two_stretches(tmp_path,
             groups=source.groups,
             windows=np.arange(rows) % 3.0 if windows else None,
         )
-        source.reserve(plan.reach)
+        source.reserve(plan.reserve_size)
         kept = pools * pool_batches * batch * largest / per_group
         assert row_groups.budget == pytest.approx(2 * (kept + largest), rel=1e-3)
         loader = Loader(source, plan, note_ids, rank=rank, ranks=ranks, workers=1)

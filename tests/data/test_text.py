@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from muster.data.text import (
+from muster.data.speech.vocabulary import (
     DEFAULT_CHARACTERS,
     Characters,
     Subwords,
@@ -125,7 +125,7 @@ def test_learning_subwords_from_nothing_is_an_error():
 
 def test_the_same_text_gives_the_same_subwords_in_another_process():
     program = (
-        "import json; from muster.data.text import Subwords; "
+        "import json; from muster.data.speech.vocabulary import Subwords; "
         f"print(json.dumps(Subwords.learn({NUMBERS!r}, 40).to_json()))"
     )
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

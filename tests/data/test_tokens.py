@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from lm_tokenizers import byte_level, word_level, write
-from muster.data.tokens import Bytes, HuggingFace, Tokenizer, _sizes, check_rows, choose, pieces
+from muster.data.text.tokenizers import (
+    Bytes,
+    HuggingFace,
+    Tokenizer,
+    _sizes,
+    check_rows,
+    choose,
+    pieces,
+)
 from muster.errors import DataError, RecipeError
 
 TEXTS = ["hello world", "", "  naïve\n漢字 😀😀 ", "<|endoftext|>", "a" * 700, "\u0301e\ufffd"]

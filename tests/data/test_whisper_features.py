@@ -11,8 +11,8 @@ import torch
 from transformers import WhisperFeatureExtractor
 from transformers.audio_utils import hertz_to_mel, mel_filter_bank, mel_to_hertz
 
-from muster.data.features import apply_masks, mel_points
-from muster.data.whisper_features import SLANEY, WhisperLogMel, preprocessor_config
+from muster.data.speech.features import apply_masks, mel_points
+from muster.data.speech.whisper_features import SLANEY, WhisperLogMel, preprocessor_config
 from real import FSDD, LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
 

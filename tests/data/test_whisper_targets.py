@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from muster.data.loader import IGNORE
-from muster.data.whisper_targets import pair
+from muster.data.speech.whisper_targets import pair
 
 PROMPT, END = [90, 91], 99
 
@@ -15,7 +15,7 @@ def test_the_text_and_its_end_are_learnt_after_the_prompt():
 
 
 def test_a_text_that_is_cut_is_not_taught_to_end_there():
-    tokens, targets = pair(PROMPT, [[1, 2, 3], [4, 5]], END, room=2)
+    tokens, targets = pair(PROMPT, [[1, 2, 3], [4, 5]], END, max_tokens=2)
     assert tokens.tolist() == [[90, 91, 1, 2], [90, 91, 4, 5]]
     assert targets.tolist() == [[IGNORE, 1, 2, IGNORE], [IGNORE, 4, 5, END]]
 

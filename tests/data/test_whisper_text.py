@@ -19,10 +19,10 @@ from transformers import (
     WhisperTokenizerFast,
 )
 
-from muster.data.whisper_features import preprocessor_config
-from muster.data.whisper_languages import LANGUAGES, language_code
-from muster.data.whisper_text import WhisperTokens, drop_marks
-from muster.data.whisper_tokenizer import TIMESTAMPS, add_special, byte_level
+from muster.data.speech.whisper_features import preprocessor_config
+from muster.data.speech.whisper_languages import LANGUAGES, language_code
+from muster.data.speech.whisper_text import WhisperTokens, drop_timestamps
+from muster.data.speech.whisper_tokenizer import TIMESTAMPS, add_special, byte_level
 from muster.errors import DataError, RecipeError
 from real import LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
@@ -107,8 +107,8 @@ def test_marks_of_time_are_tokens_or_are_dropped(tiny, theirs):
 
 
 def test_a_transcript_without_its_marks_has_its_words_apart():
-    assert drop_marks("<|0.00|>one<|1.00|><|1.00|>two<|2.00|>") == "one two"
-    assert drop_marks(" as it was ") == " as it was "
+    assert drop_timestamps("<|0.00|>one<|1.00|><|1.00|>two<|2.00|>") == "one two"
+    assert drop_timestamps(" as it was ") == " as it was "
 
 
 @needs_whisper
@@ -160,13 +160,13 @@ def test_common_words_become_units_and_any_text_still_encodes(learned):
     assert [len(ids) for ids in plain.encode_all(TEXTS)] == [len(text.encode()) for text in TEXTS]
     assert WhisperTokens.learn(["ab", "cd"], 9).end == 256, "no pair occurs twice"
     assert WhisperTokens.learn([MARKED] * 9, 50).to_json() == (
-        WhisperTokens.learn([drop_marks(MARKED)] * 9, 50).to_json()
+        WhisperTokens.learn([drop_timestamps(MARKED)] * 9, 50).to_json()
     )
 
 
 def test_learning_depends_neither_on_threads_nor_on_the_hash_seed(learned):
     code = (
-        "import hashlib, json; from muster.data.whisper_text import WhisperTokens as W;"
+        "import hashlib, json; from muster.data.speech.whisper_text import WhisperTokens as W;"
         f"print(hashlib.sha256(json.dumps(W.learn({TRAINING}, 12).to_json()).encode()).hexdigest())"
     )
     found = set()
@@ -274,7 +274,7 @@ def test_a_missing_or_unknown_language_is_named_with_those_near_it(multilingual)
 
 @needs_whisper
 def test_an_english_model_refuses_other_languages_and_translation(tiny):
-    with pytest.raises(RecipeError, match=r"data\.language: de .*English alone"):
+    with pytest.raises(RecipeError, match=r"data\.language: de .*English-only"):
         tiny.prompt("de", "transcribe", False)
     with pytest.raises(RecipeError, match=r"data\.speech_task: translate"):
         tiny.prompt(None, "translate", False)
@@ -318,13 +318,13 @@ def test_what_is_no_whisper_tokenizer_is_refused(tmp_path, learned):
         WhisperTokens.read(tmp_path, "model.pretrained")
     file = tmp_path / "tokenizer.json"
     file.write_text("{")
-    with pytest.raises(RecipeError, match="holds no sound tokenizer"):
+    with pytest.raises(RecipeError, match="has no valid tokenizer"):
         WhisperTokens.read(tmp_path, "model.pretrained")
     document = json.loads(learned.to_json()["tokenizer"])
     document["added_tokens"] = []
     document["post_processor"] = None
     file.write_text(json.dumps(document))
-    with pytest.raises(RecipeError, match=r"no tokenizer of Whisper: it lacks <\|starto"):
+    with pytest.raises(RecipeError, match=r"no Whisper tokenizer: it lacks <\|starto"):
         WhisperTokens.read(tmp_path, "model.pretrained")
     document = json.loads(learned.to_json()["tokenizer"])
     document["added_tokens"].pop()

@@ -5,10 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from muster.data.audio import SAMPLE_RATE
-from muster.data.whisper_features import HOP
-from muster.data.windows import LONGEST, TICKS_PER_SECOND, choose_lengths, round_up, round_up_all
-from muster.models.whisper import WhisperConfig
+from muster.data.speech.audio import SAMPLE_RATE
+from muster.data.speech.whisper_features import HOP
+from muster.data.speech.windows import (
+    LONGEST,
+    TICKS_PER_SECOND,
+    choose_lengths,
+    round_up,
+)
+from muster.models.whisper.model import WhisperConfig
 
 
 def durations(count: int, seed: int = 0, longest: float = 30.0) -> np.ndarray:
@@ -94,15 +99,14 @@ def test_a_clip_gets_the_shortest_window_that_holds_it():
     lengths = (1.28, 3.2, 6.4)
     clips = [0.2, 1.28, 1.2800001, 1.29, 3.2, 6.4, 6.41, 40.0]
     expected = [1.28, 1.28, 1.28, 3.2, 3.2, 6.4, 30.0, 30.0]
-    assert [round_up(clip, lengths) for clip in clips] == expected
-    assert round_up_all(np.array(clips), lengths).tolist() == expected
-    assert round_up(7.0, lengths, longest=8.0) == 8.0
+    assert round_up(np.array(clips), lengths).tolist() == expected
+    assert round_up(np.array([7.0]), lengths, longest=8.0).tolist() == [8.0]
 
 
 def test_every_training_clip_fits_its_window():
     seconds = durations(3000)
     lengths = choose_lengths(seconds, 12)
-    windows = round_up_all(seconds, lengths)
+    windows = round_up(seconds, lengths)
     assert (windows >= seconds - 1e-6).all()
     assert set(windows.tolist()) == set(lengths)
 

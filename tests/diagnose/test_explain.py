@@ -57,8 +57,8 @@ def test_recorded_logs_name_the_first_failure_and_its_cause(
     first = report.first
     assert first is not None
     assert (first.rank, first.host, first.signal) == (rank, host, killed_by)
-    assert (first.words or "").startswith(words or "")
-    assert bool(first.words) == bool(words)
+    assert (first.message or "").startswith(words or "")
+    assert bool(first.message) == bool(words)
     if known is None:
         assert report.cause is None  # honest: nothing known explains it
     else:
@@ -67,7 +67,7 @@ def test_recorded_logs_name_the_first_failure_and_its_cause(
             report.known[0].known.cause,
             report.known[0].known.cure,
         )
-    said = first.words.partition("\n")[0].partition(": ")[2] if first.words else ""
+    said = first.message.partition("\n")[0].partition(": ")[2] if first.message else ""
     assert first.line is not None
     assert said in (LOGS / f"{log}.log").read_text().splitlines()[first.line - 1]
 
@@ -105,7 +105,7 @@ def test_torchrun_a_rank_that_raises_is_named_and_not_the_one_it_left_alone(tmp_
     report = explain(torchrun(tmp_path, "--standalone", "train.py", "raise"))
     assert report.first is not None
     assert report.first.rank == 1
-    assert report.first.words == "LookupError: no row 7 in clips.parquet"
+    assert report.first.message == "LookupError: no row 7 in clips.parquet"
     assert report.cause is None
     assert "peer-gone" in [seen.known.id for seen in report.known]
 
@@ -136,7 +136,7 @@ def test_code_quoted_in_a_traceback_is_no_evidence():
 """
     report = explain(log)
     assert report.first is not None
-    assert (report.first.rank, report.first.words) == (3, "KeyError: 'labels'")
+    assert (report.first.rank, report.first.message) == (3, "KeyError: 'labels'")
     assert report.known == ()
 
 
@@ -170,7 +170,7 @@ OSError: We couldn't connect to 'https://huggingface.co' to load the files.
 """
     report = explain(log)
     assert report.first is not None
-    assert report.first.words == "gaierror: [Errno -3] Temporary failure in name resolution"
+    assert report.first.message == "gaierror: [Errno -3] Temporary failure in name resolution"
     assert report.first.chain[-1].startswith("OSError: We couldn't connect")
     assert report.known[0].known.id == "hub-unreachable"
 
@@ -184,7 +184,7 @@ ValueError: no voices
 """
     first = explain(log).first
     assert first is not None
-    assert (first.rank, first.words) == (2, "ValueError: no voices")
+    assert (first.rank, first.message) == (2, "ValueError: no voices")
 
 
 def test_an_error_behind_a_progress_bar_and_colours_is_found():
@@ -221,7 +221,7 @@ def test_a_long_log_is_read_in_little_memory(line):
     finally:
         tracemalloc.stop()
     assert report.first is not None
-    assert report.first.words == "KeyError: 'z'"
+    assert report.first.message == "KeyError: 'z'"
     assert peak < 16 << 20, f"{peak >> 20} MiB for 64 MiB of log"
 
 
@@ -273,8 +273,8 @@ def test_an_interrupted_run_is_explained_by_the_earliest_words_of_its_ranks(tmp_
     errors = [{"rank": 0, "time": 9.0, **late}, {"rank": 1, "time": 5.0, **word}]
     report = explain_run(run_folder(tmp_path / "run", {"state": "interrupted"}, errors))
     assert report.first is not None
-    assert (report.first.rank, report.first.place) == (1, "ranks/1.log")
-    assert "no room" in (report.cause or "")
+    assert (report.first.rank, report.first.location) == (1, "ranks/1.log")
+    assert "no space left" in (report.cause or "")
 
 
 def test_a_run_that_could_note_nothing_is_explained_from_its_logs(tmp_path):
@@ -283,8 +283,8 @@ def test_a_run_that_could_note_nothing_is_explained_from_its_logs(tmp_path):
     logs = {"ranks/0.log": closed, "ranks/1.log": own}
     report = explain_run(run_folder(tmp_path / "run", {"state": "interrupted"}, logs=logs))
     assert report.first is not None
-    assert (report.first.rank, report.first.words) == (1, "KeyError: 'text'")
-    assert report.first.place == "ranks/1.log:3"
+    assert (report.first.rank, report.first.message) == (1, "KeyError: 'text'")
+    assert report.first.location == "ranks/1.log:3"
 
 
 def test_a_sentence_meant_for_the_user_needs_no_other_cause(tmp_path):
@@ -314,7 +314,7 @@ def test_a_finished_run_has_no_failure(tmp_path):
     report = explain_run(run_folder(tmp_path / "run", {"state": "finished"}, logs=logs))
     assert report.first is None
     assert report.known[0].known.id == "cuda-out-of-memory"
-    assert report.known[0].place == "ranks/0.log:1"
+    assert report.known[0].location == "ranks/0.log:1"
 
 
 app = typer.Typer()

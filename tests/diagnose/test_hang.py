@@ -24,8 +24,10 @@ def scenes(tmp_path_factory) -> dict[str, tuple[Path, dict[str, int], float]]:
     root = tmp_path_factory.mktemp("scenes")
     script = Path(__file__).with_name("hang_ranks.py")
     done = run([sys.executable, script, root])
-    told = json.loads(done.stdout)
-    return {scene: (root / scene, told[scene]["codes"], told[scene]["seconds"]) for scene in SCENES}
+    report = json.loads(done.stdout)
+    return {
+        scene: (root / scene, report[scene]["codes"], report[scene]["seconds"]) for scene in SCENES
+    }
 
 
 def found(scenes, scene: str) -> Hang:
@@ -121,15 +123,15 @@ def test_every_stalled_rank_leaves_its_stacks_and_its_flight_recorder(scenes):
         assert len(flight["entries"]) == 13 - rank
 
 
-def account(folder: Path, rank: int, seconds: float, flight: list[dict[str, Any]]) -> None:
+def write_report(folder: Path, rank: int, seconds: float, flight: list[dict[str, Any]]) -> None:
     ranks = folder / "ranks"
     ranks.mkdir(exist_ok=True)
     thread = flight[0]["thread_id"]
     at = {"file": "/home/me/train.py", "line": 7, "function": "step", "code": "loss.item()"}
-    told = {"rank": rank, "host": f"node{rank}", "step": 4, "phase": "optimizer step"}
-    told |= {"why": "stalled", "seconds": seconds, "thread": thread, "lines": [at], "call": None}
-    told["lost"] = False
-    (ranks / f"{rank}.stall.json").write_text(json.dumps(told))
+    report = {"rank": rank, "host": f"node{rank}", "step": 4, "phase": "optimizer step"}
+    report |= {"why": "stalled", "seconds": seconds, "thread": thread, "lines": [at], "call": None}
+    report["lost"] = False
+    (ranks / f"{rank}.stall.json").write_text(json.dumps(report))
     groups = {"0": [0, 1], "2": [0, 1]}
     text = json.dumps({"entries": flight, "groups": groups})
     (ranks / f"{rank}.flight.json").write_text(text)
@@ -143,8 +145,8 @@ def nccl() -> list[dict[str, Any]]:
 
 
 def test_on_gpus_the_rank_that_did_not_launch_the_kernel_is_named(tmp_path, nccl):
-    account(tmp_path, 0, 60.0, nccl)
-    account(tmp_path, 1, 61.0, nccl[:-2])
+    write_report(tmp_path, 0, 60.0, nccl)
+    write_report(tmp_path, 1, 61.0, nccl[:-2])
     hang = analyse(tmp_path, 2)
     assert hang is not None
     assert (hang.rank, hang.host, hang.state) == (1, "node1", "stuck")
@@ -154,16 +156,16 @@ def test_on_gpus_the_rank_that_did_not_launch_the_kernel_is_named(tmp_path, nccl
 def test_on_gpus_a_rank_that_launched_another_kernel_is_named(tmp_path, nccl):
     """Two ranks, no majority: in the steps before, an all-gather came after the all-reduce."""
     skipped = [*nccl[:-2], {**nccl[-2], "input_sizes": [[5000]]}]
-    account(tmp_path, 0, 60.0, [*nccl[:-2], {**nccl[-2], "input_sizes": [[9]]}])
-    account(tmp_path, 1, 61.0, skipped)
+    write_report(tmp_path, 0, 60.0, [*nccl[:-2], {**nccl[-2], "input_sizes": [[9]]}])
+    write_report(tmp_path, 1, 61.0, skipped)
     hang = analyse(tmp_path, 2)
     assert hang is not None
     assert (hang.rank, hang.state) == (0, "mismatch")
 
 
 def test_when_all_ranks_arrived_it_is_the_network(tmp_path, nccl):
-    account(tmp_path, 0, 60.0, nccl)
-    account(tmp_path, 1, 60.0, nccl)
+    write_report(tmp_path, 0, 60.0, nccl)
+    write_report(tmp_path, 1, 60.0, nccl)
     hang = analyse(tmp_path, 2)
     assert hang is not None
     assert (hang.rank, hang.state) == (None, "network")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from arpa import write_arpa
 from muster.errors import DataError
 from muster.evaluate.ngram import END, START, UNKNOWN, build, read_arpa
 
@@ -124,24 +125,14 @@ def test_another_spelling_of_unknown_is_understood(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.arpa", "model.arpa.gz"])
-def test_a_model_survives_its_file(tmp_path, name):
+def test_a_file_is_read_plain_or_compressed(tmp_path, name):
     model = build([*TEXTS, "caf\u00e9 a\u200bb"], 3)
-    model.write_arpa(tmp_path / name)
+    write_arpa(model, tmp_path / name)
     again = read_arpa(tmp_path / name)
     assert again.order == 3
     assert again.entries.keys() == model.entries.keys()
     for words, (log_prob, weight) in model.entries.items():
         assert again.entries[words] == pytest.approx((log_prob, weight), abs=1e-6)
-    again.write_arpa(tmp_path / f"again-{name}")
-    assert (tmp_path / f"again-{name}").read_bytes() == (tmp_path / name).read_bytes()
-    assert len(list(tmp_path.iterdir())) == 2  # nothing half-written left behind
-
-
-def test_the_compressed_file_is_compressed_and_holds_no_time(tmp_path):
-    build(TEXTS, 2).write_arpa(tmp_path / "model.gz")
-    packed = (tmp_path / "model.gz").read_bytes()
-    assert gzip.decompress(packed).startswith(b"\\data\\\n")
-    assert packed[4:8] == bytes(4)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +141,7 @@ def test_the_compressed_file_is_compressed_and_holds_no_time(tmp_path):
         ("\\data\\", "data", 18, "no .data. line"),
         ("ngram 1=5\nngram 2=2\n", "", 5, "ngram 1=COUNT"),
         ("ngram 2=2", "ngram 3=2", 5, "ngram 2=COUNT"),
-        ("ngram 1=5", "ngram 1=6", 14, "promises 6 1-grams, 5 came"),
+        ("ngram 1=5", "ngram 1=6", 14, "says 6 1-grams, the file has 5"),
         ("\\2-grams:", "\\3-grams:", 14, "expected .2-grams:"),
         ("-0.6\ta", "minus\ta", 9, "'minus' is not a number"),
         ("-0.6\ta", "nan\ta", 9, "'nan' is not a number"),

@@ -198,7 +198,7 @@ def test_another_torch_cannot_use_them_and_the_inventory_says_so(rocm, tmp_path)
     write(tmp_path / "site", **{"torch/version.py": "hip: Optional[str] = None"})
     found = inventory.detect(rocm)
     assert found.gpus == ()
-    assert found.devices == 1
+    assert found.rank_count() == 1
     assert found.describe_hidden() == ["GPU 0, 1, 2 hidden since torch here is not built for ROCm"]
 
 

@@ -161,7 +161,7 @@ def test_cpu_nodes_meet_through_gloo():
 
 @pytest.mark.parametrize(
     ("master", "why"),
-    [(None, "no address"), ("127.0.0.1", "loopback"), ("nobody.invalid", "no route")],
+    [(None, "no master address"), ("127.0.0.1", "loopback"), ("nobody.invalid", "no route")],
 )
 def test_an_interface_is_only_named_where_the_way_is_known(master, why):
     names = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
@@ -183,7 +183,7 @@ def test_what_the_user_set_against_advice_is_kept_and_shown_with_the_advice():
     env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     (mine,) = [v for v in variables(machine(), 4, "fsdp", env) if v.set_by_user]
     assert (mine.name, mine.value) == ("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "gathering" in mine.reason
+    assert "all-gathers" in mine.reason
     assert left_out(machine(), 4, "fsdp", env) == {}
 
 
@@ -218,10 +218,10 @@ def test_a_variable_the_nccl_at_hand_does_not_know_is_left_out(
 
 
 def test_decoding_threads_share_the_cores():
-    assert data_workers(machine()) == 8
-    assert data_workers(Inventory(machine().gpus, 16, 1.0, "host")) == 3
-    assert data_workers(Inventory(machine().gpus, 4, 1.0, "host"), ranks=1) == 3
-    assert data_workers(machine(gpus=0, links="none")) == 1
+    assert data_workers(cores=64, gpus=4) == 8
+    assert data_workers(cores=16, gpus=4) == 3
+    assert data_workers(cores=4, gpus=1) == 3
+    assert data_workers(cores=64, gpus=0) == 1
 
 
 @pytest.mark.gpu

@@ -157,12 +157,12 @@ def test_interfaces_are_those_that_are_up(driver):
 
 def test_every_gpu_is_a_device_and_a_machine_without_has_one(driver, monkeypatch):
     found = inventory.detect()
-    assert found.devices == 4
+    assert found.rank_count() == 4
     assert found.describe() == "4 × Test GPU 0 (10 GiB)"
     assert found.as_dict()["gpus"][1]["name"] == "Test GPU 1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = inventory.detect()
-    assert found.devices == 1
+    assert found.rank_count() == 1
     assert found.describe().startswith("no GPU, ")
     assert found.cpus >= 1
     assert found.memory_gib > 0

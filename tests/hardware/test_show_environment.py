@@ -29,9 +29,9 @@ def test_the_table_says_who_set_what_and_why_and_what_is_left_out(four_gpus, cap
     assert "4 × Test GPU 0 (10 GiB)" in text
     assert "you" in line(text, "NCCL_DEBUG")
     assert "muster" in line(text, "NCCL_P2P_LEVEL")
-    assert "over NVLink" in line(text, "NCCL_P2P_LEVEL")
+    assert "by NVLink" in line(text, "NCCL_P2P_LEVEL")
     assert "left out" in line(text, "CUDA_DEVICE_MAX_CONNECTIONS")
-    assert "gathering" in line(text, "CUDA_DEVICE_MAX_CONNECTIONS")
+    assert "all-gathers" in line(text, "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def test_what_a_mask_hides_is_said(four_gpus, monkeypatch, capsys):

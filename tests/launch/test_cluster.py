@@ -3,7 +3,7 @@
 import pytest
 
 from muster.errors import LaunchError
-from muster.launch.cluster import PORT, Node, Place, detect, hostnames, node
+from muster.launch.cluster import PORT, Node, RankInfo, detect, hostnames, node
 
 TORCHRUN = {
     "RANK": "5",
@@ -45,15 +45,25 @@ MPIRUN = {
 
 
 def test_torchrun_tells_the_place():
-    place = detect(TORCHRUN)
-    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
-    assert (place.address, place.port) == ("node-0", 29500)
+    rank_info = detect(TORCHRUN)
+    assert (rank_info.rank, rank_info.world, rank_info.local_rank, rank_info.local_world) == (
+        5,
+        8,
+        1,
+        4,
+    )
+    assert (rank_info.address, rank_info.port) == ("node-0", 29500)
 
 
 def test_srun_tells_the_place_by_its_step_and_not_by_its_job():
-    place = detect(SRUN)
-    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
-    assert place.address == "gpu03"
+    rank_info = detect(SRUN)
+    assert (rank_info.rank, rank_info.world, rank_info.local_rank, rank_info.local_world) == (
+        5,
+        8,
+        1,
+        4,
+    )
+    assert rank_info.address == "gpu03"
 
 
 def test_all_tasks_of_a_step_derive_one_port_and_another_step_another():
@@ -105,8 +115,13 @@ def test_slurms_short_list_of_hosts_is_written_out(short, names):
 def test_mpirun_tells_the_place_and_needs_an_address_on_several_machines():
     with pytest.raises(LaunchError, match="mpirun -x MASTER_ADDR="):
         detect(MPIRUN)
-    place = detect(MPIRUN | {"MASTER_ADDR": "10.0.0.1"})
-    assert (place.rank, place.world, place.local_rank, place.local_world) == (3, 4, 1, 2)
+    rank_info = detect(MPIRUN | {"MASTER_ADDR": "10.0.0.1"})
+    assert (rank_info.rank, rank_info.world, rank_info.local_rank, rank_info.local_world) == (
+        3,
+        4,
+        1,
+        2,
+    )
     alone = detect(MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"})
     assert alone.address == "127.0.0.1"
     assert alone.port > 0
@@ -147,7 +162,7 @@ def test_a_node_by_kubeflow():
 
 
 def test_without_variables_the_process_is_alone():
-    assert detect({}) == Place(0, 1, 0, 1)
+    assert detect({}) == RankInfo(0, 1, 0, 1)
     assert detect({"PATH": "/bin", "LOCAL_RANK": "3"}).world == 1
 
 

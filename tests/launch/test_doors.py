@@ -93,6 +93,18 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
+    command = [*TORCHRUN, "-m", "--", "muster"]  # else torchrun takes --run for its own --run-path
+    for words in ([recipe, "--run", "mine", "training.steps=4"], ["runs/mine", "training.steps=8"]):
+        process = start([*command, "train", *words], tmp_path)
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode == 0, said
+    assert "resumed at step 4" in said
+    assert [run.name for run in runs.every(tmp_path / "runs")] == ["mine"]
+    alone = [line["loss"] for line in undisturbed(1)[:8]]
+    assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("number", "to"), [(signal.SIGTERM, "supervisor"), (signal.SIGUSR1, "rank 1")]
 )
@@ -110,7 +122,7 @@ def test_a_signal_asks_for_a_checkpoint_at_the_next_step(recipe, tmp_path, numbe
     assert manifest.exists()
 
 
-@pytest.mark.parametrize("flag", ["--gpus=2", "--nodes=2", "--run=mine", "--detach"])
+@pytest.mark.parametrize("flag", ["--gpus=2", "--nodes=2", "--detach"])
 def test_what_a_rank_cannot_heed_is_refused_by_name(monkeypatch, recipe, flag):
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}

@@ -1,4 +1,4 @@
-"""Which rank's story is told when several end at once, and what is made of it."""
+"""Which rank's error is reported when several fail at once, with its cause and cure."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def test_the_kernels_own_count_tells_a_memory_kill_from_any_other(tmp_path, monk
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 3\n")
     monkeypatch.setattr(failure, "OOM_EVENTS", events)
-    assert "out-of-memory killer ended it" in failure.collect(tmp_path, {1: -9}, 2, 2)["cause"]
-    assert "If nobody did that by hand" in failure.collect(tmp_path, {1: -9}, 2, 3)["cause"]
+    assert (
+        "out-of-memory (OOM) killer ended it" in failure.collect(tmp_path, {1: -9}, 2, 2)["cause"]
+    )
+    assert "If nobody sent it by hand" in failure.collect(tmp_path, {1: -9}, 2, 3)["cause"]
 
 
 def test_a_sentence_meant_for_the_user_comes_before_an_earlier_trace(tmp_path):
@@ -68,7 +70,7 @@ def test_of_several_nodes_a_silent_one_comes_first_then_a_kill_then_the_earliest
     leave(tmp_path, 0, 1.0, False, "boom")
     early = failure.collect(tmp_path, {0: 1}, 4)
     killed = failure.collect(tmp_path, {2: -11}, 4)
-    silent = failure.silent(1, "host-b", 20.0)
+    silent = failure.lost_node(1, "host-b", 20.0)
     aborted = failure.collect(tmp_path / "elsewhere", {3: -6}, 4)
     assert failure.first([late, early]) is early
     leave(tmp_path, 0, 9.0, True, "row 3 is broken")

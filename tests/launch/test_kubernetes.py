@@ -349,7 +349,7 @@ def test_a_kind_that_is_given_is_not_asked_for(tmp_path, kubectl):
     [
         (
             {"apply": (1, "", 'Error from server (Forbidden): User "me" cannot create jobs\n')},
-            'Error from server (Forbidden): User "me" cannot create jobs; mend that',
+            'Error from server (Forbidden): User "me" cannot create jobs; fix that',
         ),
         (
             {
@@ -360,7 +360,7 @@ def test_a_kind_that_is_given_is_not_asked_for(tmp_path, kubectl):
         ),
         (
             {"api_resources": (1, "", "Unable to connect to the server: dial tcp: i/o timeout\n")},
-            "i/o timeout; mend the connection",
+            "i/o timeout; fix the connection",
         ),
         (
             {"apply": (0, "configmap/a unchanged\njob.batch/a unchanged\n", "")},

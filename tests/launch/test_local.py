@@ -105,22 +105,6 @@ def test_ranks_killed_at_random_moments_end_at_the_same_loss(
     assert done == kills
 
 
-def test_a_killed_launcher_takes_its_ranks_along_and_the_run_can_be_continued(
-    undisturbed, start, tmp_path
-):
-    run = start()
-    until(lambda: len(losses(run)) > 6)
-    ranks = workers(run)
-    psutil.Process(run.info()["pid"]).kill()
-    psutil.wait_procs(ranks, timeout=10)
-    assert len(ranks) == 2
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks)
-    assert run.state() == "interrupted"
-    shown = muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
-    assert "resumed at step" in shown.stdout
-    assert losses(run) == expected(undisturbed)
-
-
 def lives(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -167,20 +151,6 @@ def test_of_two_starts_at_once_one_is_refused_by_name(undisturbed, start, tmp_pa
     until(lambda: ended(run))
     assert run.state() == "finished"
     assert losses(run) == expected(undisturbed)
-
-
-def test_a_run_killed_during_its_first_save_begins_again(undisturbed, start, tmp_path):
-    run = start("checkpoint.every_steps=null")
-    until(lambda: len(losses(run)) > 2)
-    ranks = workers(run)
-    psutil.Process(run.info()["pid"]).kill()
-    psutil.wait_procs(ranks, timeout=10)
-    cut_short = run.path / "checkpoints" / "step-3"
-    cut_short.mkdir(parents=True)
-    (cut_short / "__0_0.distcp").write_bytes(b"half")
-    muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
-    assert losses(run) == expected(undisturbed)
-    assert cut_short.is_dir()
 
 
 def test_a_stopped_run_saves_at_the_next_step_and_goes_on_on_fewer_ranks(

@@ -169,7 +169,7 @@ def test_ranks_start_again_smaller_when_one_of_them_has_no_room(
     said = muster("train", recipe, *words, folder=tmp_path, **variables).stdout
     run = runs.find("latest", tmp_path / "runs")
     when = f"step {saved + 1}" if saved else r"step \d \(tried ahead\)"
-    words = f"out of memory at {when} on rank 1: 8 → 4 samples at a time; all ranks start again"
+    words = f"out of memory at {when} on rank 1: 8 → 4 samples at a time; all ranks restart"
     assert re.search(words, said)
     events = read_lines(run.path / "events.jsonl")
     assert [e["step"] for e in events if e["event"] == "started"] == [0, saved]

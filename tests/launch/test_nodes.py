@@ -1,4 +1,4 @@
-"""Supervisors of several nodes: who is there, who came twice, who fell silent. Two in one process."""
+"""Supervisors of several nodes: rendezvous, duplicate node ranks, lost nodes. Two in one process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.skipif(not OUTSIDE, reason="needs an address besides th
 def pair() -> Iterator[Callable[..., tuple[Nodes, Nodes]]]:
     made: list[Nodes] = []
 
-    def make(patience_s: float = 60.0, ranks: tuple[int, ...] = (0, 1)) -> tuple[Nodes, ...]:
+    def make(stall_limit_s: float = 60.0, ranks: tuple[int, ...] = (0, 1)) -> tuple[Nodes, ...]:
         for rank in ranks:
             port = made[0].port if made else 0
-            made.append(Nodes(Node(rank, 2, OUTSIDE[0], port), 20.0, patience_s))
+            made.append(Nodes(Node(rank, 2, OUTSIDE[0], port), 20.0, stall_limit_s))
         return tuple(made)
 
     yield make
@@ -35,23 +35,23 @@ def pair() -> Iterator[Callable[..., tuple[Nodes, Nodes]]]:
 
 
 def both_arrive(one: Nodes, other: Nodes) -> None:
-    arriving = threading.Thread(target=other.arrive)
+    arriving = threading.Thread(target=other.join)
     arriving.start()
-    one.arrive()
+    one.join()
     arriving.join()
 
 
 def test_a_node_that_comes_late_is_not_taken_for_silent(pair):
-    (one,) = pair(patience_s=2.0, ranks=(0,))
+    (one,) = pair(stall_limit_s=2.0, ranks=(0,))
 
     def come() -> None:
         time.sleep(3.0)
-        pair(patience_s=2.0, ranks=(1,))[1].arrive()
+        pair(stall_limit_s=2.0, ranks=(1,))[1].join()
 
     late = threading.Thread(target=come)
     late.start()
-    one.arrive()
-    assert not one.dismissed()
+    one.join()
+    assert not one.peer_failed()
     late.join()
     assert len(one.hosts) == 2
 
@@ -61,12 +61,12 @@ def test_a_failure_on_one_node_ends_the_ranks_of_the_other_in_that_attempt_only(
     both_arrive(one, other)
     other.report_failure()
     end = time.monotonic() + 10
-    while not one.dismissed():
+    while not one.peer_failed():
         assert time.monotonic() < end
         time.sleep(0.05)
     both_arrive(one, other)
     time.sleep(1.5)
-    assert not one.dismissed()
+    assert not one.peer_failed()
 
 
 def test_node_0_hears_every_account_and_all_hear_its_verdict(pair):
@@ -74,8 +74,8 @@ def test_node_0_hears_every_account_and_all_hear_its_verdict(pair):
     both_arrive(one, other)
     heard = []
 
-    def judge(accounts):
-        heard.extend(accounts)
+    def judge(reports):
+        heard.extend(reports)
         return {"again": False, "exit_code": 1}
 
     verdicts = []
@@ -90,5 +90,5 @@ def test_node_0_hears_every_account_and_all_hear_its_verdict(pair):
 def test_two_machines_with_one_node_rank_are_refused(pair):
     one, other, impostor = pair(ranks=(0, 1, 1))
     both_arrive(one, other)
-    with pytest.raises(LaunchError, match="has come as node 1 already; give every machine"):
-        impostor.arrive()
+    with pytest.raises(LaunchError, match="has already joined as node 1; give every machine"):
+        impostor.join()

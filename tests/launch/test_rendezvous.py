@@ -1,4 +1,4 @@
-"""The meeting point: whom it listens to, who may come, and what is said when someone does not."""
+"""The rendezvous: where the store listens, and the errors of ranks that do not join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from muster.errors import LaunchError
 from muster.launch import addresses, rendezvous
-from muster.launch.cluster import Node, Place
+from muster.launch.cluster import Node, RankInfo
 
 
 def test_one_machines_store_listens_on_the_loopback_only():
@@ -34,37 +34,37 @@ def test_a_busy_port_is_reported_with_the_process_that_holds_it():
 def test_nobody_at_the_address_is_told_within_the_limit():
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    with pytest.raises(LaunchError, match=f"nobody answered at 127.0.0.1:{port} within 1 s"):
-        rendezvous.reach("127.0.0.1", port, 1.0)
+    with pytest.raises(LaunchError, match=f"no connection to 127.0.0.1:{port} within 1 s"):
+        rendezvous.connect("127.0.0.1", port, 1.0)
 
 
 def test_another_service_on_the_port_is_told_within_the_limit():
     with socket.create_server(("127.0.0.1", 0)) as other:  # listens, and never says a word
         port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} answers, but it is not where"):
-            rendezvous.reach("127.0.0.1", port, 1.0)
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port} answers, but it is no TCPStore"):
+            rendezvous.connect("127.0.0.1", port, 1.0)
 
 
 @pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1", "::1"])
 def test_a_loopback_is_no_address_for_several_machines(address):
-    with pytest.raises(LaunchError, match="means each machine itself"):
+    with pytest.raises(LaunchError, match="is a loopback address"):
         addresses.refuse_loopback(address)
 
 
 def come(devices: dict[int, str | None], world: int, limit_s: float = 10.0) -> dict[int, str]:
-    """What each rank that comes is told; nothing for one that may go on."""
+    """The error of each rank that registers; none for one that succeeds."""
     store = rendezvous.host("127.0.0.1", 0, 20.0)
     said: dict[int, str] = {}
 
-    def sign_in(rank: int) -> None:
-        place = Place(rank, world, rank, world, "127.0.0.1", store.port, agent=True)
+    def register(rank: int) -> None:
+        rank_info = RankInfo(rank, world, rank, world, "127.0.0.1", store.port, agent=True)
         try:
-            mine = rendezvous.for_rank(place, limit_s)
-            rendezvous.sign_in(mine, place, devices[rank], limit_s)
+            mine = rendezvous.for_rank(rank_info, limit_s)
+            rendezvous.register(mine, rank_info, devices[rank], limit_s)
         except LaunchError as error:
             said[rank] = str(error)
 
-    ranks = [threading.Thread(target=sign_in, args=(rank,)) for rank in devices]
+    ranks = [threading.Thread(target=register, args=(rank,)) for rank in devices]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -87,6 +87,6 @@ def test_two_ranks_on_one_gpu_are_named_to_all_before_nccl_starts():
 def test_a_rank_that_does_not_come_is_named():
     said = come({0: None, 2: None}, 3, limit_s=1.5)
     assert all(
-        "rank 1 did not come within 2 s; see ranks/1.log" in words for words in said.values()
+        "rank 1 did not join within 2 s; see ranks/1.log" in words for words in said.values()
     )
     assert set(said) == {0, 2}

@@ -120,7 +120,7 @@ class TestScript:
 
     def test_without_sbatch_the_script_is_there_and_named(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "/nowhere")
-        with pytest.raises(LaunchError, match=r"no sbatch here; hand in .*/r/job\.sbatch"):
+        with pytest.raises(LaunchError, match=r"no sbatch here; submit .*/r/job\.sbatch"):
             slurm.submit(job(tmp_path / "r"))
         assert (tmp_path / "r" / "job.sbatch").read_text().startswith("#!/bin/bash")
 
@@ -209,7 +209,7 @@ def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
     follow(run)
     assert run.state() == "finished", run.info()
     assert restarts(cluster, run) == 1
-    assert f"queueing job {number} again" in (run.path / f"slurm-{number}.log").read_text()
+    assert f"requeueing job {number}" in (run.path / f"slurm-{number}.log").read_text()
     resumed = [e["step"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "resumed"]
     assert resumed or not steps, "it did not save before it went"
     assert losses(run) == [line["loss"] for line in undisturbed(2)]
@@ -331,6 +331,6 @@ def test_a_cluster_that_does_not_answer_is_told(tmp_path, monkeypatch):
         pytest.skip(one_machine.missing())
     (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\nNodeName=x\n")
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    monkeypatch.setattr(slurm, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(slurm, "TIMEOUT_S", 1.0)
     with pytest.raises(LaunchError, match="sbatch"):
         slurm.submit(job(tmp_path / "r"))

@@ -83,7 +83,7 @@ def hang(spoilt: dict[str, tuple[Run, float]], how: str) -> Hang:
     return found
 
 
-def told(spoilt: dict[str, tuple[Run, float]], how: str) -> dict[str, Any]:
+def failure_of(spoilt: dict[str, tuple[Run, float]], how: str) -> dict[str, Any]:
     return dict(spoilt[how][0].info()["failure"])
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(spoilt):
     assert "in all_reduce: time.sleep(600), from " in (found.line or "")
     assert "train/loop.py" in _stack(spoilt["sleep"][0], 1)
     assert "all_reduce number" in (found.collective or "")
-    failure = told(spoilt, "sleep")
+    failure = failure_of(spoilt, "sleep")
     assert (failure["rank"], failure["exit_code"]) == (1, STALLED)
     assert failure["what"] == found.words
 
@@ -106,21 +106,21 @@ def test_a_rank_that_skips_a_collective_is_named_with_what_it_called(spoilt):
     assert (found.rank, found.state) == (1, "mismatch")
     assert "all_reduce number" in (found.collective or "")
     assert "mesh.py" in found.words  # where rank 0 called what rank 1 skipped
-    assert told(spoilt, "skip")["what"] == found.words
+    assert failure_of(spoilt, "skip")["what"] == found.words
 
 
 def test_a_rank_that_is_stopped_is_named(spoilt):
     found = hang(spoilt, "SIGSTOP")
     assert found.state == "stopped"
     assert "all_reduce number" in (found.collective or "")
-    assert told(spoilt, "SIGSTOP")["rank"] == 1
+    assert failure_of(spoilt, "SIGSTOP")["rank"] == 1
 
 
 def test_a_rank_that_is_killed_is_named(spoilt):
-    assert told(spoilt, "SIGKILL")["rank"] == 1
-    assert told(spoilt, "SIGKILL")["signal"] == "SIGKILL"
+    assert failure_of(spoilt, "SIGKILL")["rank"] == 1
+    assert failure_of(spoilt, "SIGKILL")["signal"] == "SIGKILL"
 
 
 def _stack(run: Run, rank: int) -> str:
-    account = json.loads((run.path / "ranks" / f"{rank}.stall.json").read_text())
-    return " ".join(line["file"] for line in account["lines"])
+    report = json.loads((run.path / "ranks" / f"{rank}.stall.json").read_text())
+    return " ".join(line["file"] for line in report["lines"])

@@ -77,8 +77,8 @@ def test_a_cut_link_is_reported_by_name_within_the_limit(hosts, recipe, tmp_path
     said = [process.communicate(timeout=120)[0] for process in both]
     assert time.monotonic() - began < 12 + 15  # the limit, and the time to end ranks and say so
     assert [process.returncode for process in both] == [1, 1]
-    assert "Node 1 (host-b) has not been heard of" in said[0]
-    assert "Node 0 (host-a) has not been heard of" in said[1]
+    assert "Node 1 (host-b) has sent no heartbeat" in said[0]
+    assert "Node 0 (host-a) has sent no heartbeat" in said[1]
 
 
 def test_a_node_with_another_recipe_is_refused(hosts, recipe, tmp_path):  # noqa: F811
@@ -100,16 +100,16 @@ def test_a_node_that_never_comes_is_named(hosts, recipe, tmp_path):  # noqa: F81
     lonely = hosts[0].muster("train", recipe, "distributed.timeout_s=4", *words, folder=tmp_path)
     said = lonely.communicate(timeout=90)[0]
     assert lonely.returncode == 1
-    assert "node 1 did not come to 10.77.0.1:29500 within 4 s" in said
+    assert "node 1 did not join at 10.77.0.1:29500 within 4 s" in said
 
 
 def test_addresses_that_cannot_work_are_refused(hosts, recipe, tmp_path):  # noqa: F811
     for rank, address, words in (
-        (0, "127.0.0.1", "means each machine itself"),
+        (0, "127.0.0.1", "is a loopback address"),
         (0, "10.77.0.2", "is not an address of this machine"),
         (0, "no-such-host", "cannot be resolved on host-a"),
-        (1, "localhost", "means each machine itself"),
-        (1, "10.77.0.1", "is this machine's own"),
+        (1, "localhost", "is a loopback address"),
+        (1, "10.77.0.1", "is an address of this machine"),
     ):
         process = hosts[0].muster(
             "train", recipe, "--gpus", "1", "--nodes", "2", "--node-rank", str(rank),

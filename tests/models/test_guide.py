@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from muster.models import build
-from muster.models.guide import GuideLMU
 from muster.models.lmu import discretise, legendre
+from muster.models.lmu_attention import LMULayer
 
 
-def cell_by_hand(lmu: GuideLMU, x: Tensor) -> Tensor:
+def cell_by_hand(lmu: LMULayer, x: Tensor) -> Tensor:
     """The cell as the guide writes it, h_{t-1} read as x_{t-1}, one step at a time."""
     order, theta = lmu.memory.order, lmu.memory.theta
     a, b = discretise(*legendre(order), theta)
@@ -22,7 +22,7 @@ def cell_by_hand(lmu: GuideLMU, x: Tensor) -> Tensor:
     return torch.stack(out, 1)
 
 
-def trained(lmu: GuideLMU) -> GuideLMU:
+def trained(lmu: LMULayer) -> LMULayer:
     torch.nn.init.normal_(lmu.memory.e_m, std=0.02)  # zero at first, which would hide it
     return lmu
 
@@ -37,14 +37,14 @@ def test_the_model_has_exactly_the_guides_parameters():
 
 @pytest.mark.parametrize("form", ["recurrent", "toeplitz", "chunked", "fft", "auto"])
 def test_every_form_of_the_cell_equals_the_cell_by_hand(form: str):
-    lmu = trained(GuideLMU(10, 24, 50.0, form)).double()
+    lmu = trained(LMULayer(10, 24, 50.0, form)).double()
     x = torch.randn(2, 90, 10, dtype=torch.float64)
     torch.testing.assert_close(lmu(x), cell_by_hand(lmu, x), rtol=0, atol=1e-7)
 
 
 def test_the_cells_gradients_are_those_of_the_step_by_step_form():
     x = torch.randn(2, 80, 10, dtype=torch.float64)
-    lmu = trained(GuideLMU(10, 70, 100.0, "recurrent")).double()
+    lmu = trained(LMULayer(10, 70, 100.0, "recurrent")).double()
     gradients = {}
     for form in ("recurrent", "auto"):
         lmu.memory.form = form
@@ -58,7 +58,7 @@ def test_the_cells_gradients_are_those_of_the_step_by_step_form():
 
 
 def test_the_delay_network_is_held_frozen_and_starts_as_the_paper_says():
-    lmu = GuideLMU(8, 6, 20.0)
+    lmu = LMULayer(8, 6, 20.0)
     assert not lmu.a.requires_grad
     assert not lmu.b.requires_grad
     assert lmu.a.double().equal(legendre(6)[0])

@@ -23,7 +23,8 @@ from transformers import (
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.models.attention import DecoderConfig, RopeScaling
 from muster.models.decoder import Decoder
-from muster.models.huggingface import (
+from muster.models.huggingface.config import family_for
+from muster.models.huggingface.folder import (
     FolderWeights,
     export,
     locate,
@@ -31,7 +32,6 @@ from muster.models.huggingface import (
     read_family,
     tokenizer_of,
 )
-from muster.models.huggingface_config import family_for
 
 GPT2 = {"vocab_size": 61, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 48, "n_inner": 72}
 ROTARY = {

@@ -11,8 +11,8 @@ from transformers import WhisperForConditionalGeneration
 
 from muster.errors import RecipeError
 from muster.models import lora
-from muster.models.whisper import Whisper
-from muster.models.whisper_folder import WhisperWeights, export, read_config
+from muster.models.whisper.folder import WhisperWeights, export, read_config
+from muster.models.whisper.model import Whisper
 from whisper_reference import END, features, fill, load, make, their_logits, tokens
 
 RANK, ALPHA = 3, 5.0

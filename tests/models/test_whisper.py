@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.whisper.modeling_whisper import sinusoids as their_sinusoids
 
 from muster.models import PRESETS, build
-from muster.models.whisper import (
+from muster.models.whisper.model import (
     SOURCE_POSITIONS,
     FreshWhisper,
     Whisper,

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, WhisperForConditionalGeneration, WhisperModel
 
 from muster.errors import CheckpointError, RecipeError
-from muster.models.whisper import Whisper
-from muster.models.whisper_folder import (
+from muster.models.whisper.folder import (
     WhisperWeights,
     export,
     read_config,
     read_generation,
 )
+from muster.models.whisper.model import Whisper
 from real import WHISPER, needs_whisper
 from whisper_reference import END, START, features, fill, load, make, their_logits, tokens
 

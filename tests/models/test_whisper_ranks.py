@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from muster.data.loader import Batch, Inputs
 from muster.models.weights import Weights
-from muster.models.whisper import Whisper
-from muster.models.whisper_folder import WhisperWeights, read_config
-from muster.models.whisper_search import Search
+from muster.models.whisper.folder import WhisperWeights, read_config
+from muster.models.whisper.model import Whisper
+from muster.models.whisper.search import Search
 from muster.parallel.apply import apply
-from muster.parallel.engine import Engine, Work
+from muster.parallel.engine import Engine, StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.train.optimizer import make_optimizer
@@ -43,7 +43,7 @@ class Maker:
         return WhisperWeights(self.folder, read_config(self.folder))
 
 
-def anyone(unfinished: bool) -> bool:
+def any_rank(unfinished: bool) -> bool:
     flag = torch.tensor(unfinished, dtype=torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag)
@@ -60,14 +60,14 @@ def measure(
     heard, said = features(ROWS)[rows], tokens(ROWS)[rows]
     held = {"features": heard, "tokens": said[:, :-1], "targets": said[:, 1:]}
     batch = Batch(list(range(len(heard))), held, said[:, 1:].numel(), 0, 0)
-    work = Work(
+    functions = StepFunctions(
         prepare=lambda batch: batch,
         inputs=lambda batch: Inputs((batch["features"], batch["tokens"])),
         loss=summed_loss,
         autocast=lambda: torch.autocast("cpu", enabled=False),
         scale=1.0 / tokens(ROWS)[:, 1:].numel(),
     )
-    engine.accumulate([batch], work)
+    engine.accumulate([batch], functions)
     norm = engine.clip_(1.0)
     engine.step(0.0)
     engine.zero_grad()
@@ -78,13 +78,13 @@ def measure(
 @torch.no_grad()
 def search(engine: Engine, heard: Tensor, beams: int, world: int) -> list[list[int]]:
     prompt = torch.tensor([[START, NO_TIMESTAMPS]] * len(heard))
-    how = Search(END, LIMIT, beams, anyone=anyone if world > 1 else bool)
+    how = Search(END, LIMIT, beams, any_rank=any_rank if world > 1 else bool)
     found = engine.forward(Inputs((heard, prompt), {"search": how})).tolist()
     return [row[: row.index(END)] if END in row else row for row in found]
 
 
 def on_rank(mesh: Mesh, maker: Maker, distributed: dict[str, Any]) -> Any:
-    arranged = mesh.arranged(layout_for(make_recipe(distributed).distributed, mesh.world))
+    arranged = mesh.with_layout(layout_for(make_recipe(distributed).distributed, mesh.world))
     return measure(arranged, maker, distributed, SHARES[mesh.rank])
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from muster.models.whisper import Whisper
-from muster.models.whisper_search import Search, ruled
+from muster.models.whisper.model import Whisper
+from muster.models.whisper.search import Search, apply_rules
 from real import LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 from whisper_reference import (
     END,
@@ -106,7 +106,7 @@ def test_a_cached_search_is_one_that_starts_over_at_every_token(
     if beams == 1:
         ended = torch.zeros(BATCH, dtype=torch.bool)
         for step in range(found.shape[1]):
-            best = ruled(search, logits[:, step], found[:, :step]).argmax(1)
+            best = apply_rules(search, logits[:, step], found[:, :step]).argmax(1)
             assert torch.equal(found[~ended, step], best[~ended])
             ended |= found[:, step] == END
         return
@@ -155,7 +155,7 @@ def test_going_on_for_the_others_changes_nothing(beams: int, tmp_path: Path):
     search = Search(END, 20, beams)
     short = model(heard, prompt(search, 2), search)
     assert short.shape[1] < 20
-    company = model(heard, prompt(search, 2), dataclasses.replace(search, anyone=ask))
+    company = model(heard, prompt(search, 2), dataclasses.replace(search, any_rank=ask))
     assert company.shape[1] == 20
     assert stripped(company, END) == stripped(short, END)
     assert (company[:, short.shape[1] :] == END).all()
@@ -167,7 +167,7 @@ def test_the_prompt_and_what_is_said_fit_the_positions(tmp_path: Path):
     model = ours(make(0), tmp_path)
     said = model(features(1), prompt(Search(END, 1), 1), Search(END, 100, suppress=(END,)))
     assert said.shape[1] == 24 - 2
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="no position left"):
         model(features(1), torch.full((1, 24), 5), Search(END, 1))
 
 

@@ -53,7 +53,7 @@ def test_a_rank_that_stands_still_or_is_silent_shows(tmp_path):
     write(tmp_path, 1, age=60)
     still, silent = (row.phase for row in RankTable(tmp_path).rows())
     assert still == "optimizer step for 30 s"
-    assert silent == "silent for 60 s"
+    assert silent == "no heartbeat for 60 s"
 
 
 def test_a_rank_that_has_only_started_has_empty_cells(tmp_path):
@@ -120,4 +120,4 @@ def test_a_smaller_micro_batch_is_told():
     words = "out of memory at step 7 on rank 1: 8 → 4 samples at a time"
     assert event_words({"event": "shrunk", "words": words, "restart": False}) == words
     restart = event_words({"event": "shrunk", "words": words, "restart": True})
-    assert restart == f"{words}; all ranks start again from the last checkpoint"
+    assert restart == f"{words}; all ranks restart from the last checkpoint"

@@ -1,4 +1,4 @@
-"""The run in one page."""
+"""training_results.json."""
 
 import json
 

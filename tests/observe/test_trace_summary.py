@@ -174,7 +174,7 @@ def test_random_traces_are_shared_out_as_counting_cells_says():
 
 
 def test_a_trace_without_a_step_is_refused():
-    with pytest.raises(ValueError, match="no whole step"):
+    with pytest.raises(ValueError, match="no complete step"):
         summarise({"traceEvents": [event("cpu_op", "aten::mm", 0, 1)]})
 
 

@@ -182,7 +182,7 @@ def test_a_rank_without_a_trace_is_named_and_the_others_are_shown(ranks, tmp_pat
     assert len(told["losses"]) == 6
     summary = load_summary(tmp_path)
     assert [rank["rank"] for rank in summary["ranks"]] == [0]
-    assert summary["notes"] == ["no trace of rank(s) 1; ranks/1.log says why"]
+    assert summary["notes"] == ["no trace of rank(s) 1; see ranks/1.log"]
 
 
 class Alone:

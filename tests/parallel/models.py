@@ -14,7 +14,7 @@ from muster.data.loader import IGNORE, Batch, Inputs
 from muster.models.decoder import Decoder, DecoderConfig, Part, initial_std
 from muster.models.weights import FreshWeights
 from muster.parallel.apply import apply
-from muster.parallel.engine import Engine, Work
+from muster.parallel.engine import Engine, StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
@@ -80,7 +80,7 @@ def make_engine(
 ) -> Engine:
     """All ranks of the pool together, as `distributed` says; `others` are options of training."""
     recipe = make_recipe(distributed, **others)
-    mesh = mesh.arranged(layout_for(recipe.distributed, mesh.world))
+    mesh = mesh.with_layout(layout_for(recipe.distributed, mesh.world))
     return apply(
         Maker(config), mesh, recipe, "fp32", lambda named: make_optimizer(recipe.training, named)
     )
@@ -115,9 +115,9 @@ def micro_batches(mesh: Mesh, distributed: dict[str, Any], batch: Batch, count: 
     return [share(mine, i, count) for i in range(count)]
 
 
-def make_work(units: int) -> Work:
+def make_functions(units: int) -> StepFunctions:
     """A sum over tokens, divided by the units of the global batch."""
-    return Work(
+    return StepFunctions(
         prepare=lambda batch: batch,
         inputs=lambda batch: Inputs((batch["tokens"],)),
         loss=summed_loss,
@@ -136,7 +136,7 @@ def course(engine: Engine, pieces: list[Batch], units: int, steps: int = 3) -> l
     """Gradient norms of a few steps on the same batch; they depend on every earlier step."""
     norms = []
     for _ in range(steps):
-        engine.accumulate(pieces, make_work(units))
+        engine.accumulate(pieces, make_functions(units))
         norms.append(engine.clip_(1.0))  # the default, which DeepSpeed was told
         engine.step(LR)
         engine.zero_grad()

@@ -22,7 +22,7 @@ from parallel.models import (
     LLAMA,
     make_batch,
     make_engine,
-    make_work,
+    make_functions,
     single,
     whole_gradients,
 )
@@ -33,7 +33,7 @@ SMALL = dataclasses.replace(GPT, layers=2)
 def run(config, **training: Any) -> tuple[float, dict[str, Tensor]]:
     engine = single(config, **training)
     batch = make_batch(config, 4)
-    (loss,) = engine.accumulate([batch], make_work(batch.units))
+    (loss,) = engine.accumulate([batch], make_functions(batch.units))
     return float(loss), whole_gradients(engine)
 
 

@@ -22,7 +22,7 @@ from parallel.models import (
     TIME,
     make_batch,
     make_engine,
-    make_work,
+    make_functions,
     micro_batches,
 )
 
@@ -48,7 +48,7 @@ def traffic(mesh, config: DecoderConfig, distributed: dict[str, Any], count: int
     pieces = micro_batches(mesh, distributed, batch, count)
     for _ in range(3):
         before = max((entry["record_id"] for entry in recorded()), default=-1)
-        engine.accumulate(pieces, make_work(batch.units))
+        engine.accumulate(pieces, make_functions(batch.units))
         engine.clip_(1.0)
         engine.step(LR)
         engine.zero_grad()

@@ -11,7 +11,7 @@ from parallel.models import (
     GPT,
     make_batch,
     make_engine,
-    make_work,
+    make_functions,
     micro_batches,
     single,
     whole_gradients,
@@ -26,14 +26,14 @@ def gradients(mesh, ddp: dict[str, Any], count: int, **training: Any):
     pieces = micro_batches(mesh, distributed, batch, count)
     for _ in range(2):
         engine.zero_grad()
-        engine.accumulate(pieces, make_work(batch.units))
+        engine.accumulate(pieces, make_functions(batch.units))
     return whole_gradients(engine)
 
 
 @pytest.fixture(scope="module")
 def alone():
     engine, batch = single(GPT), make_batch(GPT, 8)
-    engine.accumulate([batch], make_work(batch.units))
+    engine.accumulate([batch], make_functions(batch.units))
     return whole_gradients(engine)
 
 

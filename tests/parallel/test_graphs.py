@@ -7,8 +7,8 @@ import json
 import pytest
 
 from muster.errors import RecipeError
+from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.layout import Layout
-from muster.parallel.mixtures import refuse_mixtures
 from muster.recipe.load import load
 
 COMMON = [
@@ -36,7 +36,7 @@ def course(folder, recipe: str, overrides: list[str]) -> list[tuple[float, float
         job = prepare(load(recipe, [*COMMON, *overrides]), mesh, runs.create(folder, "run", {}))
         train(job)
         graphs = job.engine._graphs  # type: ignore[attr-defined]
-        assert graphs is None or graphs.recordings
+        assert graphs is None or graphs.captured
         job.observer.close()
     finally:
         meshes.leave()
@@ -67,14 +67,18 @@ def test_replayed_steps_take_the_course_of_plain_ones(tmp_path, recipe, options,
 @pytest.mark.parametrize(
     ("layout", "override", "said"),
     [
-        (Layout(replicate=2), "seed=1", "one GPU alone; this is"),
-        (Layout(zero=2), "seed=1", "one GPU alone; this is"),
-        (Layout(), "training.activation_checkpointing=full", "blocks computed twice"),
-        (Layout(), "task=speech-ctc", "speech-ctc waits for the GPU"),
+        (Layout(replicate=2), "seed=1", "a single GPU; this is"),
+        (Layout(zero=2), "seed=1", "a single GPU; this is"),
+        (
+            Layout(),
+            "training.activation_checkpointing=full",
+            "activation checkpointing cannot be captured",
+        ),
+        (Layout(), "task=speech-ctc", "speech-ctc synchronizes with the GPU"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(layout, override, said):
     name = "speech" if "ctc" in override else "whisper-micro"
     recipe = load(name, ["training.cuda_graphs=true", override])
     with pytest.raises(RecipeError, match=rf"training\.cuda_graphs: .*{said}"):
-        refuse_mixtures(recipe, layout)
+        refuse_conflicts(recipe, layout)

@@ -13,7 +13,7 @@ from muster import models
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
 from muster.models.plan import ParallelPlan
-from muster.parallel.layout import PRESETS, Layout, layout_for, leftovers, strategy_name
+from muster.parallel.layout import PRESETS, Layout, layout_for, strategy_name, unused_keys
 from muster.parallel.mesh import Mesh
 from muster.recipe.distributed import DeepSpeed, Distributed
 from muster.recipe.load import load
@@ -186,14 +186,14 @@ def test_exactly_one_rank_speaks_for_each_share_of_the_data():
         layout = Layout(replicate, shard, tensor, pipeline)
         assert layout.world == math.prod((pipeline, replicate, shard, tensor))
         ranks = [Mesh(r, r, layout, torch.device("cpu"), None) for r in range(layout.world)]
-        speakers = [mesh for mesh in ranks if mesh.speaks]
+        speakers = [mesh for mesh in ranks if mesh.is_reporter]
         assert sorted(m.data_rank for m in speakers) == list(range(layout.data_ranks))
         assert {layout.pipeline_rank(m.rank) for m in speakers} == {pipeline - 1}
 
 
 def sums(mesh, layout: Layout) -> list[float]:
     """Every rank says its data rank's number; those that share one say it once."""
-    placed = mesh.arranged(layout)
+    placed = mesh.with_layout(layout)
     return placed.sum(10.0**placed.data_rank, everyone=1.0)
 
 
@@ -225,7 +225,7 @@ def test_a_strategy_given_anew_forgets_the_sizes_of_the_one_before(name):
     before += [
         "deepspeed={config: ds.json, offload_optimizer: nvme, offload_param: cpu, nvme_path: n}"
     ]
-    silent = [f"{key}={value}" for key, value in leftovers(name).items()]
+    silent = [f"{key}={value}" for key, value in unused_keys(name).items()]
     shard = ["distributed.shard=auto"] if name == "hsdp" else []
     given = [f"distributed.{word}" for word in [*before, f"strategy={name}"]]
     options = load("gpt-micro", [*given, *silent, *shard]).distributed
@@ -233,5 +233,5 @@ def test_a_strategy_given_anew_forgets_the_sizes_of_the_one_before(name):
 
 
 def test_all_of_deepspeeds_options_are_forgotten():
-    found = {key.rpartition(".")[2] for key in leftovers("ddp") if "deepspeed" in key}
+    found = {key.rpartition(".")[2] for key in unused_keys("ddp") if "deepspeed" in key}
     assert found == set(DeepSpeed.model_fields)

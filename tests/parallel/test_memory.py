@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from muster.models.decoder import Decoder, DecoderConfig
-from parallel.models import GPT, LLAMA, LR, make_batch, make_engine, make_work, micro_batches
+from parallel.models import GPT, LLAMA, LR, make_batch, make_engine, make_functions, micro_batches
 
 FLOAT = 4
 Held = dict[str, int]
@@ -33,10 +33,10 @@ def measure(mesh, config: DecoderConfig, distributed: dict[str, Any]) -> Held:
     engine = make_engine(mesh, config, distributed)
     batch = make_batch(config, 8)
     pieces = micro_batches(mesh, distributed, batch, 2)
-    engine.accumulate(pieces, make_work(batch.units))
+    engine.accumulate(pieces, make_functions(batch.units))
     engine.step(LR)
     engine.zero_grad()
-    engine.accumulate(pieces, make_work(batch.units))
+    engine.accumulate(pieces, make_functions(batch.units))
     engine.clip_(None)  # torch leaves a cut embedding's gradient whole until here
     parameters = [p for part in engine.parts for p in part.parameters()]
     moments = [t for s in engine.optimizer.state.values() for n, t in s.items() if n != "step"]
@@ -157,8 +157,8 @@ def measure_zero(mesh, stage: int) -> dict[str, int]:
             held["between"] = gradients()
         return batch
 
-    work = dataclasses.replace(make_work(batch.units), prepare=look)
-    engine.accumulate(pieces, work)
+    functions = dataclasses.replace(make_functions(batch.units), prepare=look)
+    engine.accumulate(pieces, functions)
     held["gradients"] = gradients()
     engine.step(LR)
     masters = (

@@ -20,7 +20,7 @@ from parallel.models import (
     LLAMA,
     make_batch,
     make_engine,
-    make_work,
+    make_functions,
     micro_batches,
     single,
     summed_loss,
@@ -112,7 +112,7 @@ def test_rows_added_to_a_batch_change_neither_loss_nor_gradient():
     found = []
     for each in (batch, padded):
         engine = single(GPT)
-        losses = engine.accumulate([each], make_work(batch.units))
+        losses = engine.accumulate([each], make_functions(batch.units))
         found.append((float(losses[0]), whole_gradients(engine)))
     (loss, gradients), (same_loss, same) = found
     assert same_loss == pytest.approx(loss, rel=1e-6)
@@ -128,7 +128,9 @@ def run(mesh, config, options: dict[str, Any]) -> Found:
     distributed = {"strategy": "pipeline", "pipeline_options": options}
     engine = make_engine(mesh, config, distributed)
     batch = make_batch(config, 7)  # micro-batches of 2, 2, 2 and 1
-    losses = engine.accumulate(micro_batches(mesh, distributed, batch, 4), make_work(batch.units))
+    losses = engine.accumulate(
+        micro_batches(mesh, distributed, batch, 4), make_functions(batch.units)
+    )
     engine.clip_(None)
     gradients = whole_gradients(engine)
     engine.zero_grad()
@@ -141,7 +143,7 @@ def run(mesh, config, options: dict[str, Any]) -> Found:
 @pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_training_and_evaluation_are_those_of_one_process(ranks, config, schedule):
     engine, batch, other = single(config), make_batch(config, 7), make_batch(config, 3, seed=1)
-    (loss,) = engine.accumulate([batch], make_work(batch.units))
+    (loss,) = engine.accumulate([batch], make_functions(batch.units))
     logits = engine.forward(Inputs((other["tokens"],)))
     expected = whole_gradients(engine)
     first, last = ranks(2)(run, config, {"schedule": schedule})

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from muster.plan.simulate import hold, step, watched
+from muster.plan.simulate import recording, step, track_static
 from muster.plan.trace import Recorder, Trace
-from parallel.models import GPT, course, make_batch, make_engine, make_work, micro_batches
+from parallel.models import GPT, course, make_batch, make_engine, make_functions, micro_batches
 
 ROWS = 8
 COUNT = 4
@@ -25,7 +25,7 @@ def norms_and_losses(mesh, each: bool) -> tuple[list[float], list[float]]:
     batch = make_batch(GPT, ROWS)
     pieces = micro_batches(mesh, options(each), batch, COUNT)
     norms = course(engine, pieces, batch.units)
-    return norms, [float(loss) for loss in engine.accumulate(pieces, make_work(batch.units))]
+    return norms, [float(loss) for loss in engine.accumulate(pieces, make_functions(batch.units))]
 
 
 def test_the_course_is_the_same(ranks):
@@ -40,12 +40,12 @@ def highest(mesh, each: bool) -> int:
     engine: Any = make_engine(mesh, WIDE, options(each))
     pieces = [make_batch(WIDE, 1)] * COUNT
     recorder = Recorder()
-    hold(engine, recorder)
-    with recorder, watched(recorder, engine):
+    track_static(engine, recorder)
+    with recorder, recording(recorder, engine):
         for _ in range(2):
             engine.zero_grad()
             recorder.trace = Trace()
-            step(engine, pieces, make_work(64), recorder, 1.0)
+            step(engine, pieces, make_functions(64), recorder, 1.0)
     return recorder.trace.peak
 
 

@@ -17,7 +17,7 @@ from parallel.models import (
     LLAMA,
     make_batch,
     make_engine,
-    make_work,
+    make_functions,
     micro_batches,
     single,
     whole_gradients,
@@ -30,12 +30,12 @@ Found = tuple[dict[str, Tensor], Tensor, float]
 
 def run(engine, pieces, batch) -> Found:
     """Gradients by name, and after them the logits of a batch of another size, and the loss."""
-    losses = engine.accumulate(pieces, make_work(batch.units))
+    losses = engine.accumulate(pieces, make_functions(batch.units))
     engine.clip_(None)
     gradients = whole_gradients(engine)
     engine.zero_grad()
     with torch.no_grad():
-        logits = engine.forward(make_work(1).inputs(other_batch(batch)))
+        logits = engine.forward(make_functions(1).inputs(other_batch(batch)))
     return gradients, logits, float(sum(losses))
 
 
@@ -86,7 +86,7 @@ def test_a_sequence_that_cannot_be_cut_evenly_is_refused(ranks):
 def unmatched(mesh) -> None:
     from muster.parallel.layout import Layout
 
-    axis = mesh.arranged(Layout(tensor=2)).axes["tensor"]
+    axis = mesh.with_layout(Layout(tensor=2)).axes["tensor"]
     with torch.device("meta"):
         model = Decoder(GPT)
     plan = dataclasses.replace(model.plan, tensor={"blocks.*.attention.query": "heads"})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.check.parity import Course
+from muster.check.parity import TrainingCurve
 from parity.table import train_row
 
 
@@ -27,9 +27,11 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def course_of(ranks, small_corpus, tmp_path_factory):
     """The course of a model under some options on some ranks; each is run once."""
-    kept: dict[tuple[object, ...], Course] = {}
+    kept: dict[tuple[object, ...], TrainingCurve] = {}
 
-    def run(model: str, world: int, options: tuple[str, ...] = (), accumulation: int = 1) -> Course:
+    def run(
+        model: str, world: int, options: tuple[str, ...] = (), accumulation: int = 1
+    ) -> TrainingCurve:
         key = (model, world, options, accumulation)
         if key not in kept:
             folder = str(tmp_path_factory.mktemp("row"))

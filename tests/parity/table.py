@@ -7,9 +7,9 @@ from pathlib import Path
 
 import few_clips
 from muster import models
-from muster.check.parity import Course, course, short_recipe
+from muster.check.parity import TrainingCurve, short_recipe, training_curve
 from muster.models.decoder import DecoderConfig
-from muster.models.whisper import WhisperConfig
+from muster.models.whisper.model import WhisperConfig
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 
@@ -94,7 +94,7 @@ def overrides_for(model: str, corpus: str) -> list[str]:
 
 def train_row(
     mesh: Mesh, folder: str, model: str, corpus: str, options: list[str], accumulation: int
-) -> Course | None:
+) -> TrainingCurve | None:
     recipe = load(
         RECIPES[model],
         short_recipe(
@@ -105,5 +105,5 @@ def train_row(
             ]
         ),
     )
-    made = course(recipe, mesh, Path(folder))
+    made = training_curve(recipe, mesh, Path(folder))
     return made if mesh.first else None

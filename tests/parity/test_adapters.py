@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.check.parity import course, distance, short_recipe
+from muster.check.parity import distance, short_recipe, training_curve
 from muster.recipe.load import load
 
 pytest.importorskip("peft")
@@ -43,7 +43,7 @@ def fine_tune(mesh, folder: str, pretrained: str, corpus: str, strategy: str):
         "training.global_batch_size=10",
         f"distributed.strategy={strategy}",
     ]
-    made = course(load("llama-micro", short_recipe(overrides)), mesh, Path(folder))
+    made = training_curve(load("llama-micro", short_recipe(overrides)), mesh, Path(folder))
     return made if mesh.first else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.check.parity import TOLERANCE, Course, course, distance, short_recipe
+from muster.check.parity import TOLERANCE, TrainingCurve, distance, short_recipe, training_curve
 from muster.recipe.load import load
 from parity.table import RECIPES, overrides_for
 
@@ -30,7 +30,7 @@ ORDINARY = {("ddp 2", "fsdp 2"), ("fsdp 2", "zero3 2"), ("zero3 2", "alone")}
 ORDINARY |= {("zero3 2", "zero3 2")}
 
 
-def train_on(mesh, folder: str, corpus: str, options: list[str]) -> Course | None:
+def train_on(mesh, folder: str, corpus: str, options: list[str]) -> TrainingCurve | None:
     recipe = load(
         RECIPES["gpt"],
         short_recipe(
@@ -42,7 +42,7 @@ def train_on(mesh, folder: str, corpus: str, options: list[str]) -> Course | Non
             ]
         ),
     )
-    made = course(recipe, mesh, Path(folder))
+    made = training_curve(recipe, mesh, Path(folder))
     return made if mesh.first else None
 
 
@@ -51,7 +51,7 @@ def straight(ranks, small_corpus, tmp_path_factory):
     """A layout's uninterrupted run, with a checkpoint in the middle: its course and its folder."""
     kept = {}
 
-    def run(name: str) -> tuple[Course, Path]:
+    def run(name: str) -> tuple[TrainingCurve, Path]:
         if name not in kept:
             world, options = LAYOUTS[name]
             folder = tmp_path_factory.mktemp("straight")
@@ -64,7 +64,9 @@ def straight(ranks, small_corpus, tmp_path_factory):
     return run
 
 
-def continued(ranks, straight, small_corpus, folder: Path, saver: str, loader: str) -> Course:
+def continued(
+    ranks, straight, small_corpus, folder: Path, saver: str, loader: str
+) -> TrainingCurve:
     """Only the checkpoint in the middle goes along."""
     middle = straight(saver)[1] / "checkpoints" / f"step-{SAVED}"
     shutil.copytree(middle, folder / "checkpoints" / f"step-{SAVED}")
@@ -85,7 +87,7 @@ def test_a_checkpoint_continues_under_any_layout(
 ):
     went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader)
     reference = straight("alone")[0]
-    tail = Course(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
+    tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, went_on)
     print(f"\n| {saver} | {loader} | {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |")
     assert len(went_on.losses) == STEPS - SAVED
@@ -101,12 +103,12 @@ def test_the_comparison_notices_a_lost_optimizer(ranks, straight, small_corpus, 
     """Starting AdamW afresh at the saved weights is what a careless loader does."""
     wrong = ranks(1)(forget_the_averages, str(tmp_path), small_corpus, str(straight("alone")[1]))[0]
     reference = straight("alone")[0]
-    tail = Course(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
+    tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, wrong)
     assert found.loss > 10 * TOLERANCE
 
 
-def forget_the_averages(mesh, folder: str, corpus: str, saved: str) -> Course | None:
+def forget_the_averages(mesh, folder: str, corpus: str, saved: str) -> TrainingCurve | None:
     from muster.parallel.engine import TorchEngine
 
     shutil.copytree(

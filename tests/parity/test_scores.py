@@ -43,7 +43,7 @@ def score(
     from contextlib import nullcontext
 
     from muster import runs
-    from muster.models import whisper
+    from muster.models.whisper import model as whisper
     from muster.train.evaluate import evaluate
     from muster.worker.prepare import prepare
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from muster.check.parity import Course, course, distance, short_recipe
+from muster.check.parity import TrainingCurve, distance, short_recipe, training_curve
 from muster.data.batches import BatchPlan, cut
 from muster.data.corpus import embedded_folder
 from muster.recipe.load import load
@@ -48,8 +48,8 @@ def recipe_on(clips: str) -> Recipe:
     )
 
 
-def train_on(mesh, folder: str, clips: str) -> Course | None:
-    made = course(recipe_on(clips), mesh, Path(folder))
+def train_on(mesh, folder: str, clips: str) -> TrainingCurve | None:
+    made = training_curve(recipe_on(clips), mesh, Path(folder))
     return made if mesh.first else None
 
 
@@ -58,7 +58,7 @@ def straight(ranks, clips, tmp_path_factory):
     """The unbroken run on so many ranks, with a checkpoint in its middle: its course and folder."""
     kept = {}
 
-    def run(world: int) -> tuple[Course, Path]:
+    def run(world: int) -> tuple[TrainingCurve, Path]:
         if world not in kept:
             folder = tmp_path_factory.mktemp("straight")
             kept[world] = ranks(world)(train_on, str(folder), str(clips))[0], folder
@@ -67,7 +67,7 @@ def straight(ranks, clips, tmp_path_factory):
     return run
 
 
-def go_on(ranks, straight, clips, folder: Path, before: int, after: int) -> Course:
+def go_on(ranks, straight, clips, folder: Path, before: int, after: int) -> TrainingCurve:
     """Only the checkpoint in the middle goes along."""
     middle = Path("checkpoints", f"step-{SAVED}")
     shutil.copytree(straight(before)[1] / middle, folder / middle)
@@ -80,7 +80,7 @@ def test_streamed_clips_in_windows_go_on_at_the_same_sample_on_another_world(
 ):
     reference = straight(1)[0]
     went_on = go_on(ranks, straight, clips, tmp_path, before, after)
-    tail = Course(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
+    tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, went_on)
     print(f"\n| {before} | {after} | {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |")
     assert len(went_on.losses) == STEPS - SAVED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from muster.check.parity import ROWS, TOLERANCE, Row, distance
+from muster.check.parity import ROWS, TOLERANCE, StrategyRow, distance
 from parity.table import train_row
 
 MODELS = ("gpt", "llama", "lmu", "whisper")
@@ -48,7 +48,7 @@ def cells():
 
 @pytest.mark.parametrize(("row", "world", "model", "accumulation"), list(cells()))
 def test_a_strategy_gives_the_course_of_one_process(
-    course_of, row: Row, world: int, model: str, accumulation: int
+    course_of, row: StrategyRow, world: int, model: str, accumulation: int
 ):
     if "zero-bubble" in row.name and torch.__version__ < (2, 13):
         pytest.skip("this torch cannot split the backward pass of a decoder")

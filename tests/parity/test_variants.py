@@ -41,23 +41,23 @@ def test_checkpointing_activations_changes_nothing_under_fsdp(course_of, mode):
 
 def skip_one(mesh, stage: int) -> list[bool]:
     """A step whose loss is not finite although every gradient is."""
-    from parallel.models import GPT, LR, make_batch, make_engine, make_work, micro_batches
+    from parallel.models import GPT, LR, make_batch, make_engine, make_functions, micro_batches
 
     options = {"strategy": f"zero{stage}"}
     engine = make_engine(mesh, GPT, options)
     batch = make_batch(GPT, 8)
-    pieces, work = micro_batches(mesh, options, batch, 2), make_work(batch.units)
+    pieces, functions = micro_batches(mesh, options, batch, 2), make_functions(batch.units)
 
     def weights():
         return [t.full_tensor().clone() for t in engine.state()["model"].values()]
 
-    engine.accumulate(pieces, work)
+    engine.accumulate(pieces, functions)
     engine.step(LR)
     before = weights()
-    engine.accumulate(pieces, work)
+    engine.accumulate(pieces, functions)
     engine.zero_grad()
     kept = all((a == b).all() for a, b in zip(before, weights(), strict=True))
-    engine.accumulate(pieces, work)
+    engine.accumulate(pieces, functions)
     engine.step(LR)
     moved = any((a != b).any() for a, b in zip(before, weights(), strict=True))
     return [kept, moved]

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import cache
 
 from muster.hardware import catalogue
-from muster.plan.named import open_subject
+from muster.plan.open_subject import open_subject
+from muster.plan.planner import Planner
 from muster.plan.subject import Subject
 from muster.plan.time import Cluster
-from muster.plan.weigh import Planner
 
 SMALL = ("data.sequence_length=64", "training.global_batch_size=64")
 SMALL += ("training.compile=false",)  # a compiled block takes three times as long to record

@@ -8,7 +8,7 @@ import pytest
 
 from muster.data.batches import cut
 from muster.errors import RecipeError
-from muster.plan.batch import BatchSizes, micro_batches, nearest, solve
+from muster.recipe.batch import BatchSizes, micro_batches, nearest, solve
 from muster.recipe.schema import Training
 
 

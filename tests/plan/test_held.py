@@ -9,7 +9,7 @@ import pytest
 
 from muster.models.decoder import DecoderConfig
 from muster.parallel.layout import Layout
-from muster.plan.held import REST, cut, local_shape, stages
+from muster.plan.shards import REST, cut, local_shape, stages
 from muster.plan.subject import Subject
 from parallel.models import GPT, LLAMA, Maker, make_recipe
 
@@ -47,7 +47,7 @@ def test_a_matrix_is_cut_as_the_model_s_plan_says():
 
 def test_first_and_last_stage_both_hold_a_tied_embedding():
     held = stages(subject(UNEVEN), Layout(pipeline=4))
-    assert ["embed.tokens.weight" in {p.name for p in s.pieces} for s in held] == [
+    assert ["embed.tokens.weight" in {p.name for p in s.parameters} for s in held] == [
         True,
         False,
         False,

@@ -29,7 +29,7 @@ def test_the_answer_comes_with_the_command_that_carries_it_out():
     for words in (
         "Does one copy fit",
         "ddp: replicate 4",
-        "memory of the fullest rank",
+        "memory of the largest rank",
         "The arithmetic",
         "muster train gpt-micro --gpus 2 --nodes 2",
         "training.per_device_batch_size=4",

@@ -12,17 +12,17 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muster.check.parity import ROWS, Row
+from muster.check.parity import ROWS, StrategyRow
 from muster.data.loader import Batch, Inputs
 from muster.parallel.apply import apply
-from muster.parallel.engine import Work
+from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.pipeline import stages_per_rank
 from muster.plan import memory
-from muster.plan.disguise import autocast
-from muster.plan.held import Stage, stages
-from muster.plan.memory import Choice, Need, held_bytes, need
-from muster.plan.profile import Load, Way, record
+from muster.plan.fake_cuda import autocast
+from muster.plan.memory import Choice, MemoryEstimate, estimate_memory, static_memory
+from muster.plan.profile import ExecutionMode, ModelCost, record
+from muster.plan.shards import Stage, stages
 from muster.plan.simulate import simulate
 from muster.plan.subject import Subject
 from muster.recipe.load import load
@@ -63,7 +63,7 @@ class Little(Maker):
         return summed_loss(output, batch)
 
 
-def recipe_of(row: Row) -> Recipe:
+def recipe_of(row: StrategyRow) -> Recipe:
     return load("gpt-micro", ["training.precision=fp32", *row.options])
 
 
@@ -81,11 +81,13 @@ def measured(mesh, task: Little, recipe: Recipe, precision: str) -> dict[str, in
     """After one step, and with the gradients of the next. AdamW's counts of steps are left out."""
     layout = layout_for(recipe.distributed, mesh.world)
     make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
-    engine: Any = apply(task, mesh.arranged(layout), recipe, precision, make)
-    work = Work(task.prepare, task.inputs, task.loss, lambda: autocast(precision), 1e-3)
+    engine: Any = apply(task, mesh.with_layout(layout), recipe, precision, make)
+    functions = StepFunctions(
+        task.prepare, task.inputs, task.loss, lambda: autocast(precision), 1e-3
+    )
     batches = [make_batch(task.config, ROWS_EACH)] * max(2, 2 * layout.pipeline)
     for last in (False, True):
-        engine.accumulate(batches, work)
+        engine.accumulate(batches, functions)
         engine.clip_(1.0)  # torch leaves a cut embedding's gradient whole until here
         if not last:
             engine.step(1e-3)
@@ -149,7 +151,7 @@ def test_every_rank_holds_the_bytes_that_were_planned(ranks, row, world, model, 
     task = Little(config)
     choice = Choice(layout, precision, ROWS_EACH, accumulation=2)
     for rank, found in enumerate(ranks(world)(measured, task, recipe, precision)):
-        planned = held_bytes(choice, stage_of(task, recipe, layout, rank), rank)
+        planned = static_memory(choice, stage_of(task, recipe, layout, rank), rank)
         assert found == planned, f"rank {rank}"
 
 
@@ -160,7 +162,7 @@ def test_weights_that_rest_have_no_gradients(ranks, strategy):
     task = Little(SMALL["llama"], frozen=True)
     for rank, found in enumerate(ranks(2)(measured, task, recipe, "fp32")):
         stage = stage_of(task, recipe, layout, rank)
-        assert found == held_bytes(Choice(layout, "fp32", ROWS_EACH), stage, rank)
+        assert found == static_memory(Choice(layout, "fp32", ROWS_EACH), stage, rank)
         assert found["gradients"] < 0.3 * found["weights"]
 
 
@@ -180,23 +182,25 @@ def choice_of(recipe: Recipe, world: int, precision: str, count: int = 1) -> Cho
         precision,
         ROWS_EACH,
         accumulation=1 if piped else count,
-        pieces=count if piped else 1,
+        microbatches=count if piped else 1,
         reduce_each=options.fsdp.reduce_each_micro_batch,
         keep_gathered=options.fsdp.sharding == "shard_grad_op",
     )
 
 
 @cache
-def load_of(model: str, precision: str, rounded: bool, layers: int) -> Load:
+def load_of(model: str, precision: str, rounded: bool, layers: int) -> ModelCost:
     subject = Subject(make_recipe(), Little(BIG[model]))  # type: ignore[arg-type]
-    way = Way(precision, rounded_weights=rounded and precision != "fp32")
-    return record(subject, way).load({"blocks": layers}, ROWS_EACH)
+    mode = ExecutionMode(precision, rounded_weights=rounded and precision != "fp32")
+    return record(subject, mode).workload({"blocks": layers}, ROWS_EACH)
 
 
-def needed(model: str, recipe: Recipe, choice: Choice, rank: int = 0) -> Need:
+def needed(model: str, recipe: Recipe, choice: Choice, rank: int = 0) -> MemoryEstimate:
     stage = stage_of(Little(BIG[model]), recipe, choice.layout, rank)
     rounded = choice.sharded or choice.layout.zero > 0
-    return need(choice, stage, load_of(model, choice.precision, rounded, stage.layers), rank)
+    return estimate_memory(
+        choice, stage, load_of(model, choice.precision, rounded, stage.layers), rank
+    )
 
 
 def fsdp(**options: Any) -> dict[str, Any]:
@@ -252,15 +256,17 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
     task = Little(BIG[model])
     layout = layout_for(recipe.distributed, mesh.world)
     make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
-    engine: Any = apply(task, mesh.arranged(layout), recipe, precision, make)
-    work = Work(task.prepare, task.inputs, task.loss, lambda: autocast(precision), 1e-3)
+    engine: Any = apply(task, mesh.with_layout(layout), recipe, precision, make)
+    functions = StepFunctions(
+        task.prepare, task.inputs, task.loss, lambda: autocast(precision), 1e-3
+    )
     recorder = Recorder()
     for p in engine.parts[0].parameters():
-        recorder.hold(getattr(p, "ds_tensor", p), "weights")
+        recorder.track(getattr(p, "ds_tensor", p), "weights")
     for _ in range(2):
         recorder.trace = Trace()
         with recorder:
-            engine.accumulate([make_batch(task.config, ROWS_EACH)] * count, work)
+            engine.accumulate([make_batch(task.config, ROWS_EACH)] * count, functions)
             engine.clip_(1.0)
             engine.step(1e-3)
         engine.zero_grad()
@@ -305,7 +311,11 @@ def test_buffers_of_a_model_are_counted():
     stage = stage_of(Little(BIG["gpt"]), recipe, choice.layout, 0)
     more = dataclasses.replace(stage, buffers=stage.buffers + 1000)
     nothing = load_of("gpt", "fp32", False, 6)
-    assert need(choice, more, nothing).allocated - need(choice, stage, nothing).allocated == 1000
+    assert (
+        estimate_memory(choice, more, nothing).allocated
+        - estimate_memory(choice, stage, nothing).allocated
+        == 1000
+    )
 
 
 @pytest.mark.parametrize(("strategy", "world"), [("fsdp", 4), ("zero3", 4), ("zero2", 4)])
@@ -315,7 +325,9 @@ def test_offload_moves_bytes_to_the_host_and_loses_none(strategy, world):
     how = "optimizer" if strategy == "zero2" else "all"
     away = needed("gpt", recipe, dataclasses.replace(here, offload=how))
     stays = {"zero2": ("weights", "gradients")}.get(strategy, ())
-    assert away.host >= sum(v for part, v in away.held.items() if part not in ("gradients", *stays))
+    assert away.host >= sum(
+        v for part, v in away.static.items() if part not in ("gradients", *stays)
+    )
     assert away.parts["optimizer"] == away.parts["master weights"] == 0
     assert (away.parts["weights"] > 0) == ("weights" in stays)
     assert away.total < needed("gpt", recipe, here).total

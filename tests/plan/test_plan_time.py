@@ -10,27 +10,27 @@ from muster.hardware import catalogue
 from muster.parallel.layout import Layout
 from muster.plan.kernels import LAUNCH_US, MATRIX, STREAM, Speeds
 from muster.plan.memory import Choice
-from muster.plan.time import Cluster, Tally, collective, step_time, tally
-from muster.plan.work import Work
+from muster.plan.op_cost import OpCost
+from muster.plan.time import Cluster, MicroBatchTime, collective, micro_batch_time, step_time
 from plan.subjects import GPT, planner, subject
 
 H100 = catalogue.find("h100")
-ONCE = Tally(matrices=0.06, memory=0.03, tensor=0.0, host=0.01)
+ONCE = MicroBatchTime(matrices=0.06, memory=0.03, tensor=0.0, host=0.01)
 
 
 def stage_of(layout=None):
     return planner(subject(*GPT)).stages(layout or Layout())[0]
 
 
-def step(choice: Choice, once: Tally = ONCE, gpus: int = 8, **more):
+def step(choice: Choice, once: MicroBatchTime = ONCE, gpus: int = 8, **more):
     cluster = Cluster(H100, gpus, 8)
     return step_time(choice, stage_of(choice.layout), once, cluster, **more)
 
 
 def test_a_kernel_takes_as_long_as_its_dearer_half():
     speeds = Speeds.of(H100)
-    moving = Work("add", "memory", 0.0, 3e9, "float32")
-    computing = Work("mm", "matrix", 1e13, 1e6, "bfloat16", (1, 8192, 8192, 8192))
+    moving = OpCost("add", "memory", 0.0, 3e9, "float32")
+    computing = OpCost("mm", "matrix", 1e13, 1e6, "bfloat16", (1, 8192, 8192, 8192))
     assert speeds.seconds(moving) > 3e9 / (H100.memory_gb_per_s * 1e9)
     assert speeds.seconds(computing) == pytest.approx(
         1e13 / (MATRIX * H100.matrix_tflops["bf16"] * 1e12), rel=0.01
@@ -94,21 +94,21 @@ def test_a_device_waits_for_a_host_that_is_slower():
 
 def test_a_pipeline_waits_while_it_fills_and_drains():
     layout = Layout(pipeline=4)
-    few = step(Choice(layout, "bf16", rows=1, pieces=4), gpus=4)
-    many = step(Choice(layout, "bf16", rows=1, pieces=16), gpus=4)
+    few = step(Choice(layout, "bf16", rows=1, microbatches=4), gpus=4)
+    many = step(Choice(layout, "bf16", rows=1, microbatches=16), gpus=4)
     assert few.bubble == many.bubble == pytest.approx(3 * 0.09)
     assert few.bubble / few.total > many.bubble / many.total
 
 
 def test_messages_hide_under_computing_but_never_all_of_them():
     choice = Choice(Layout(shard=8), "bf16", rows=1)
-    hidden, exposed = step(choice), step(choice, Tally(1e-6, 1e-6, 0.0, 0.0))
+    hidden, exposed = step(choice), step(choice, MicroBatchTime(1e-6, 1e-6, 0.0, 0.0))
     assert 0 < hidden.data_parallel < exposed.data_parallel
 
 
 def test_summing_every_micro_batch_costs_more_than_summing_once():
     choice = Choice(Layout(shard=8), "bf16", rows=1, accumulation=8)
-    bare = Tally(1e-6, 1e-6, 0.0, 0.0)
+    bare = MicroBatchTime(1e-6, 1e-6, 0.0, 0.0)
     assert step(replace(choice, reduce_each=True), bare).data_parallel > (
         step(choice, bare).data_parallel
     )
@@ -130,8 +130,10 @@ def test_samples_that_load_slower_than_a_step_are_waited_for():
 
 def test_a_load_is_tallied_by_kind():
     plans = planner(subject(*GPT))
-    load = plans._load(plans._way(Choice(Layout(), "bf16", rows=4)), stage_of(), 4, costliest=True)
-    found = tally(load, plans.cluster)
+    load = plans._workload(
+        plans._mode(Choice(Layout(), "bf16", rows=4)), stage_of(), 4, costliest=True
+    )
+    found = micro_batch_time(load, plans.cluster)
     assert found.matrices > 0
     assert found.memory > 0
     assert found.tensor == 0

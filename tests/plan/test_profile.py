@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.plan import profile
 from muster.plan.compiled import Compiler
-from muster.plan.disguise import as_on_gpu
-from muster.plan.profile import FEW, KEPT, MORE, Way, record
+from muster.plan.fake_cuda import fake_cuda
+from muster.plan.profile import FEW, KEPT, MORE, ExecutionMode, record
 from muster.plan.subject import blocks_of
 from muster.plan.trace import Recorder
 from plan.subjects import GPT, LLAMA, subject
@@ -21,12 +21,12 @@ MODELS = {
     "lmu": ("speech", "data.cache_gib=0.1"),
     "resnet": ("resnet-18", "data.image_size=64"),
 }
-WAYS = {
-    "plain": Way("bf16"),
-    "fp32": Way("fp32"),
-    "full": Way("bf16", "full"),
-    "selective": Way("bf16", "selective"),
-    "rounded": Way("bf16", rounded_weights=True),
+MODES = {
+    "plain": ExecutionMode("bf16"),
+    "fp32": ExecutionMode("fp32"),
+    "full": ExecutionMode("bf16", "full"),
+    "selective": ExecutionMode("bf16", "selective"),
+    "rounded": ExecutionMode("bf16", rounded_weights=True),
 }
 
 
@@ -34,44 +34,44 @@ def depths_of(thing):
     return {name: len(b) for name, b in blocks_of(thing.model, thing.plan.blocks).items()}
 
 
-def whole(thing, way: Way, rows: int):
+def whole(thing, mode: ExecutionMode, rows: int):
     """A recording of all blocks at once."""
-    camera = profile._Camera(thing, way, True, None, None, Compiler())
+    recorder = profile._ProfileRecorder(thing, mode, True, None, None, Compiler())
     with torch.device("meta"):
-        camera.template = thing.task.build_model()
-    return camera.take(depths_of(thing), rows)
+        recorder.template = thing.task.build_model()
+    return recorder.record(depths_of(thing), rows)
 
 
-# Every way but the plainest once; each pair with --full.
+# Every mode but the plainest once; each pair with --full.
 ORDINARY = {("gpt", "selective"), ("llama", "rounded"), ("lmu", "full")}
 
 
 @pytest.mark.parametrize(
-    ("model", "way"),
+    ("model", "mode"),
     [
         pytest.param(
             model,
-            way,
+            mode,
             id=f"{model}-{name}",
             marks=() if (model, name) in ORDINARY else pytest.mark.full,
         )
         for model in MODELS
-        for name, way in WAYS.items()
+        for name, mode in MODES.items()
     ],
 )
-def test_two_blocks_and_a_third_tell_of_all(model, way):
+def test_two_blocks_and_a_third_tell_of_all(model, mode):
     thing, rows = subject(*MODELS[model]), 5
-    load = record(thing, way).load(depths_of(thing), rows)
-    seen = whole(thing, way, rows)
-    flops = sum(work.flops for work, _ in seen.work)
-    assert sum(w.flops * n for w, _, n in load.work) == pytest.approx(flops, rel=1e-9)
-    traffic = sum(work.bytes for work, _ in seen.work)
-    assert sum(w.bytes * n for w, _, n in load.work) == pytest.approx(traffic, rel=0.01)
+    load = record(thing, mode).workload(depths_of(thing), rows)
+    seen = whole(thing, mode, rows)
+    flops = sum(cost.flops for cost, _ in seen.ops)
+    assert sum(w.flops * n for w, _, n in load.ops) == pytest.approx(flops, rel=1e-9)
+    traffic = sum(cost.bytes for cost, _ in seen.ops)
+    assert sum(w.bytes * n for w, _, n in load.ops) == pytest.approx(traffic, rel=0.01)
     assert load.calls == seen.calls.total()
-    assert load.kept == pytest.approx(seen.heights[KEPT].activations, rel=0.005)
-    for measure in ("activations", "together"):
-        highest = max(getattr(h, measure) for h in seen.heights.values())
-        told = max(getattr(h, measure) for h in load.heights.values())
+    assert load.kept == pytest.approx(seen.peaks[KEPT].activations, rel=0.005)
+    for measure in ("activations", "with_gradients"):
+        highest = max(getattr(h, measure) for h in seen.peaks.values())
+        told = max(getattr(h, measure) for h in load.peaks.values())
         assert told == pytest.approx(highest, rel=0.005)
 
 
@@ -79,16 +79,16 @@ def test_two_blocks_and_a_third_tell_of_all(model, way):
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_what_is_highest_for_few_samples_is_not_what_is_for_many(mode):
     """Few short sequences: the embedding's gradient. Many: the logits."""
-    thing, way = subject("gpt2", "data.sequence_length=128"), Way("bf16", mode)
-    load = record(thing, way).load(depths_of(thing), 256)
-    seen = whole(thing, way, 256)
-    highest = max(h.activations for h in seen.heights.values())
-    assert max(h.activations for h in load.heights.values()) == pytest.approx(highest, rel=1e-3)
+    thing, mode = subject("gpt2", "data.sequence_length=128"), ExecutionMode("bf16", mode)
+    load = record(thing, mode).workload(depths_of(thing), 256)
+    seen = whole(thing, mode, 256)
+    highest = max(h.activations for h in seen.peaks.values())
+    assert max(h.activations for h in load.peaks.values()) == pytest.approx(highest, rel=1e-3)
 
 
 def test_multiplications_are_those_that_torch_counts():
     thing = subject(*GPT)
-    load = record(thing, Way("fp32")).load(depths_of(thing), FEW)
+    load = record(thing, ExecutionMode("fp32")).workload(depths_of(thing), FEW)
     batch = thing.batch(FEW, costliest=True)
     model = thing.task.build_model()
     with FlopCounterMode(display=False) as counter:
@@ -96,7 +96,7 @@ def test_multiplications_are_those_that_torch_counts():
         thing.task.loss(model(*inputs.args, **inputs.shared), batch).backward()
     counts = counter.get_flop_counts()["Global"]
     theirs = sum(n for op, n in counts.items() if "scaled_dot" not in str(op))
-    ours = sum(w.flops * n for w, _, n in load.work if w.kind == "matrix")
+    ours = sum(w.flops * n for w, _, n in load.ops if w.kind == "matrix")
     padded = thing.task.config.vocab  # a GPU's rows of the head are filled up to 64
     extra = 3 * 2 * FEW * 64 * (-padded % 64) * thing.task.config.width
     assert ours == theirs + extra
@@ -109,7 +109,7 @@ def test_the_recorder_sees_what_real_tensors_take():
     def step(model, batch) -> Recorder:
         recorder = Recorder()
         for p in model.parameters():
-            recorder.hold(p, "weights")
+            recorder.track(p, "weights")
         with recorder:
             recorder.phase = "forward"
             inputs = thing.task.inputs(batch)
@@ -128,18 +128,17 @@ def test_the_recorder_sees_what_real_tensors_take():
     with mode:
         without = step(model.to_empty(device="cpu"), fake(batch, mode))
     assert without.trace.peak == real.trace.peak
-    assert len(without.trace.work) == len(real.trace.work)
+    assert len(without.trace.ops) == len(real.trace.ops)
 
 
 def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
     thing = subject(*GPT)
-    plain = record(thing, Way("bf16")).load(depths_of(thing), 8)
-    compiled = record(thing, Way("bf16", compiled=True)).load(depths_of(thing), 8)
+    plain = record(thing, ExecutionMode("bf16")).workload(depths_of(thing), 8)
+    compiled = record(thing, ExecutionMode("bf16", compiled=True)).workload(depths_of(thing), 8)
     assert compiled.kept < 0.9 * plain.kept
-    assert sum(n for *_, n in compiled.work) < 0.8 * sum(n for *_, n in plain.work)
+    assert sum(n for *_, n in compiled.ops) < 0.8 * sum(n for *_, n in plain.ops)
     products = [
-        sum(w.flops * n for w, _, n in load.work if w.kind == "matrix")
-        for load in (plain, compiled)
+        sum(w.flops * n for w, _, n in load.ops if w.kind == "matrix") for load in (plain, compiled)
     ]
     assert products[0] == pytest.approx(products[1], rel=1e-9)
 
@@ -148,13 +147,13 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
 def test_checkpointing_keeps_less_and_computes_more():
     thing = subject(*LLAMA)
     loads = {
-        mode: record(thing, Way("bf16", mode)).load(depths_of(thing), 8)
+        mode: record(thing, ExecutionMode("bf16", mode)).workload(depths_of(thing), 8)
         for mode in ("none", "selective", "full")
     }
     kept = [load.kept for load in loads.values()]
     assert kept == sorted(kept, reverse=True)
     assert kept[2] < 0.5 * kept[0]
-    flops = {m: sum(w.flops * n for w, _, n in load.work) for m, load in loads.items()}
+    flops = {m: sum(w.flops * n for w, _, n in load.ops) for m, load in loads.items()}
     assert flops["none"] == pytest.approx(flops["selective"], rel=1e-9)
     assert flops["full"] > 1.1 * flops["none"]
 
@@ -163,6 +162,6 @@ def test_planning_leaves_no_trace_in_torch():
     import torch.nn.functional as F
 
     before = {name: getattr(F, name) for name in ("layer_norm", "rms_norm", "ctc_loss", "softmax")}
-    with pytest.raises(RuntimeError, match="on purpose"), as_on_gpu():
+    with pytest.raises(RuntimeError, match="on purpose"), fake_cuda():
         raise RuntimeError("on purpose")
     assert all(getattr(F, name) is function for name, function in before.items())

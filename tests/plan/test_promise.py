@@ -1,4 +1,4 @@
-"""What a run is promised, and on a GPU whether the promise was kept."""
+"""What is expected of a run, and on a GPU whether it was reached."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_a_proposal_fills_in_what_the_recipe_leaves_open():
     decision = propose(subject(*GPT), Cluster(H100, 4, 4), "bf16")
     assert decision.layout == Layout(replicate=4)
     assert (decision.sizes.per_device, decision.sizes.accumulation) == (16, 1)
-    assert decision.promised["memory_gib"] > 0
-    assert decision.promised["step_time_s"] > 0
-    assert sum(decision.promised["step_parts_s"].values()) == pytest.approx(
-        decision.promised["step_time_s"]
+    assert decision.expected["memory_gib"] > 0
+    assert decision.expected["step_time_s"] > 0
+    assert sum(decision.expected["step_parts_s"].values()) == pytest.approx(
+        decision.expected["step_time_s"]
     )
 
 
@@ -42,7 +42,7 @@ def test_a_pipeline_of_the_recipes_own_is_promised_too():
         subject(*LLAMA, "distributed.strategy=pipeline"), Cluster(H100, 2, 2), "bf16"
     )
     assert decision.layout == Layout(pipeline=2)
-    assert decision.promised["step_parts_s"]["bubble"] > 0
+    assert decision.expected["step_parts_s"]["bubble"] > 0
 
 
 def test_what_does_not_fit_is_tried_all_the_same_and_said(caplog):
@@ -61,7 +61,7 @@ def test_a_smaller_device_is_given_less_at_a_time():
     assert whole is not None
     from dataclasses import replace
 
-    tight = replace(H100, memory_gib=whole.need.total / 2**30)
+    tight = replace(H100, memory_gib=whole.memory.total / 2**30)
     decision = propose(thing, Cluster(tight, 1, 1), "bf16")
     assert decision.sizes.accumulation > 1
     assert decision.sizes.per_device * decision.sizes.accumulation >= 64

@@ -8,18 +8,20 @@ import pytest
 
 from muster.parallel.layout import Layout, layout_for
 from muster.plan import report
-from muster.plan.batch import solve
 from muster.plan.memory import GIB, MARGIN
-from muster.plan.named import open_subject
+from muster.plan.open_subject import open_subject
 from muster.plan.search import TIE, _Search, rank, search
+from muster.recipe.batch import solve
 from plan.subjects import GPT, LLAMA, planner, subject
 
 
 def least(thing, gpus: int, layout: Layout) -> float:
     """GiB without which the layout does not fit."""
     plans = planner(thing, gpus)
-    needs = [plans.weigh(c).need.total for c in _Search(plans, False)._choices(layout, False)]
-    return min(needs) / GIB / (1 - MARGIN)
+    estimates = [
+        plans.evaluate(c).memory.total for c in _Search(plans, False)._choices(layout, False)
+    ]
+    return min(estimates) / GIB / (1 - MARGIN)
 
 
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -42,11 +44,11 @@ def test_a_smaller_device_takes_smaller_micro_batches():
     large = search(planner(thing), thorough=False).best
     assert large is not None
     assert (large.choice.rows, large.choice.accumulation) == (64, 1)
-    gib = large.need.total / GIB  # without the margin
+    gib = large.memory.total / GIB  # without the margin
     small = search(planner(thing, gib=gib), thorough=False).best
     assert small is not None
     assert small.choice.rows < 64 <= small.choice.rows * small.choice.accumulation
-    assert small.need.total <= (1 - MARGIN) * gib * GIB
+    assert small.memory.total <= (1 - MARGIN) * gib * GIB
 
 
 def test_a_copy_that_does_not_fit_is_sharded():
@@ -62,7 +64,7 @@ def test_a_copy_that_does_not_fit_is_sharded():
 def test_ties_go_to_the_simpler():
     plans = planner(subject(*GPT), 8)
     simple, other = (
-        plans.weigh(next(_Search(plans, False)._choices(layout, False)))
+        plans.evaluate(next(_Search(plans, False)._choices(layout, False)))
         for layout in (Layout(replicate=8), Layout(shard=8))
     )
     slower = replace(
@@ -80,7 +82,7 @@ def test_nothing_fits_and_it_is_said_what_would_help(thorough):
     found = search(plans, thorough=thorough)
     assert found.best is None
     assert found.closest is not None
-    words = "; ".join(report.cures(plans, found))
+    words = "; ".join(report.remedies(plans, found))
     assert "data.sequence_length" in words
     assert "needs" in words
 
@@ -90,7 +92,7 @@ def test_tensor_ranks_stay_within_a_machine():
     looked = _Search(planner(thing, 16, per_node=2), True)
     layouts = list(looked._split_layouts())
     assert max(layout.tensor for layout in layouts) == 2
-    assert "crosses machines of 2" in looked.rejected["tensor 4"]
+    assert "spans nodes of 2" in looked.rejected["tensor 4"]
 
 
 def test_what_a_model_cannot_be_cut_into_is_said_once():
@@ -132,18 +134,18 @@ def test_the_settings_make_train_do_as_planned(layout):
     thing = subject(*LLAMA)
     plans = planner(thing, 8)
     for choice in list(_Search(plans, True)._choices(layout, False))[:12]:
-        plan = plans.weigh(choice)
+        plan = plans.evaluate(choice)
         again = open_subject(LLAMA[0], [*LLAMA[1:], *report.settings(plan)]).recipe
         assert layout_for(again.distributed, 8) == layout
         sizes = solve(again.training, layout.data_ranks)
         assert sizes.accumulation == choice.accumulation
-        assert sizes.per_device <= choice.rows * choice.pieces
+        assert sizes.per_device <= choice.rows * choice.microbatches
         assert again.training.activation_checkpointing == choice.checkpointing
 
 
 def test_the_answer_is_told_as_the_guides_tree():
     plans = planner(subject(*GPT), 8)
-    lines = report.tree(plans, search(plans, thorough=False))
+    lines = report.decision_tree(plans, search(plans, thorough=False))
     assert lines[0].startswith("Does one copy fit on one NVIDIA H100")
     assert "DDP, the simplest" in lines[1]
     assert lines[-2].startswith("Chosen: replicate 8") or lines[-1].startswith(
@@ -156,6 +158,6 @@ def test_the_arithmetic_names_every_part():
     best = search(plans, thorough=False).best
     assert best is not None
     text = "\n".join(report.arithmetic(plans, best))
-    for word in ("weights", "gradients", "averages", "activations", "buffers", "slack", "context"):
+    for word in ("weights", "gradients", "moments", "activations", "buffers", "slack", "context"):
         assert word in text
     assert "global batch" in text

@@ -21,19 +21,26 @@ from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError, RecipeError
 from muster.models.plan import ParallelPlan
 from muster.parallel.apply import apply
-from muster.parallel.engine import Work
+from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.pipeline import cut_evenly, layer_costs
-from muster.plan.disguise import autocast
+from muster.plan.fake_cuda import autocast
+from muster.plan.rank_recorder import (
+    Sent,
+    count_messages,
+    recording,
+    static_bytes,
+    step,
+    track_static,
+)
 from muster.plan.simulate import (
     Simulated,
-    ranks_to_try,
+    representative_ranks,
     simulate,
     simulate_all,
 )
 from muster.plan.subject import Subject
 from muster.plan.trace import Recorder, Trace
-from muster.plan.watch import Sent, counted, hold, static_bytes, step, watched
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.train.optimizer import make_optimizer
@@ -75,20 +82,20 @@ class Frozen(Little):
 def on_ranks(mesh, task, distributed, count, precision) -> Any:
     """The third step of real ranks: by then pipelines and DDP have settled. What was sent and is held."""
     recipe = make_recipe(distributed)
-    mesh = mesh.arranged(layout_for(recipe.distributed, mesh.world))
+    mesh = mesh.with_layout(layout_for(recipe.distributed, mesh.world))
     engine = apply(
         task, mesh, recipe, precision, lambda named: make_optimizer(recipe.training, named)
     )
-    work = Work(task.prepare, task.inputs, task.loss, lambda: autocast(precision))
+    functions = StepFunctions(task.prepare, task.inputs, task.loss, lambda: autocast(precision))
     batches = [make_batch(task.config, ROWS)] * count
     recorder = Recorder()
-    hold(engine, recorder)
-    with recorder, watched(recorder, engine):
+    track_static(engine, recorder)
+    with recorder, recording(recorder, engine):
         for _ in range(3):
             engine.zero_grad()
             recorder.trace = Trace()
-            step(engine, batches, work, recorder, 1.0)
-    return counted(recorder.trace.messages), static_bytes(engine)
+            step(engine, batches, functions, recorder, 1.0)
+    return count_messages(recorder.trace.messages), static_bytes(engine)
 
 
 def simulated(
@@ -274,11 +281,11 @@ def test_a_compiled_model_sends_the_same_and_keeps_less():
 
 def test_ranks_to_try_are_the_first_the_fullest_and_the_last_stage():
     plan = ParallelPlan(("Block",), layers=10, layer_cost=2, head_cost=1)
-    assert ranks_to_try(Layout(shard=64, tensor=2), plan) == [0]
-    assert ranks_to_try(Layout(pipeline=2, tensor=2, shard=3), plan) == [0, 6]
+    assert representative_ranks(Layout(shard=64, tensor=2), plan) == [0]
+    assert representative_ranks(Layout(pipeline=2, tensor=2, shard=3), plan) == [0, 6]
     middle = replace(plan, layers=6, head_cost=2)
     assert cut_evenly(layer_costs(middle), 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
-    assert ranks_to_try(Layout(pipeline=4, tensor=2), middle) == [0, 2, 6]
+    assert representative_ranks(Layout(pipeline=4, tensor=2), middle) == [0, 2, 6]
 
 
 def micro(layout: Layout, ranks: Sequence[int] | None = None, **sizes: int) -> list[Simulated]:
@@ -291,7 +298,7 @@ def micro(layout: Layout, ranks: Sequence[int] | None = None, **sizes: int) -> l
 
 @pytest.mark.full
 def test_each_rank_is_simulated_in_a_process_of_its_own():
-    first, last = micro(Layout(pipeline=2, shard=2), pieces=2)
+    first, last = micro(Layout(pipeline=2, shard=2), microbatches=2)
     assert (first.rank, last.rank) == (0, 2)
     assert first.parameters != last.parameters
     told = json.loads(json.dumps(first.as_dict()))
@@ -310,7 +317,7 @@ def test_a_childs_refusal_comes_out_in_its_own_words():
 @pytest.mark.full
 def test_an_error_of_torchs_names_the_rank_and_the_layout():
     with pytest.raises(MusterError, match=r"pipeline 2: rank 1 fails with ValueError: .*microb"):
-        micro(Layout(pipeline=2), [1], pieces=1)
+        micro(Layout(pipeline=2), [1], microbatches=1)
 
 
 def test_a_killed_child_is_told_of():
@@ -331,7 +338,7 @@ def test_a_killed_child_is_told_of():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "pieces"),
+    ("layout", "microbatches"),
     [
         (Layout(shard=64), 1),
         (Layout(tensor=8, shard=8), 1),
@@ -340,11 +347,13 @@ def test_a_killed_child_is_told_of():
     ],
     ids=str,
 )
-def test_llama_70b_simulates_within_two_minutes_and_16_gib(layout, pieces):
+def test_llama_70b_simulates_within_two_minutes_and_16_gib(layout, microbatches):
     recipe = load("llama-1b", ["model.preset=llama-70b"])
     subject = Subject(recipe, build_task(recipe))
     begin = time.perf_counter()
-    found = simulate_all(subject, layout, recipe=recipe, precision="bf16", rows=1, pieces=pieces)
+    found = simulate_all(
+        subject, layout, recipe=recipe, precision="bf16", rows=1, microbatches=microbatches
+    )
     assert time.perf_counter() - begin < 120
     assert sum(sorted(r.process for r in found)[-2:]) < 16 * 2**30
     for one in found:

@@ -11,14 +11,14 @@ import pytest
 from muster.models.decoder import DecoderConfig
 from muster.parallel.apply import apply
 from muster.parallel.layout import layout_for
-from muster.plan.disguise import autocast
-from muster.plan.held import stages
+from muster.plan.fake_cuda import autocast
 from muster.plan.memory import ZERO_LIVE, Choice
+from muster.plan.shards import stages
 from muster.plan.subject import Subject
 from muster.plan.trace import Recorder, Trace
 from muster.plan.traffic import Traffic, data_traffic
 from muster.train.optimizer import make_optimizer
-from parallel.models import GPT, LLAMA, LR, Maker, make_batch, make_recipe, make_work
+from parallel.models import GPT, LLAMA, LR, Maker, make_batch, make_functions, make_recipe
 
 SCALAR = 8  # bytes: norms and flags are not counted
 
@@ -30,13 +30,13 @@ def sent(
     recipe = make_recipe(distributed)
     layout = layout_for(recipe.distributed, mesh.world)
     make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
-    engine = apply(Maker(config), mesh.arranged(layout), recipe, precision, make)
-    work = dataclasses.replace(make_work(64), autocast=lambda: autocast(precision))
+    engine = apply(Maker(config), mesh.with_layout(layout), recipe, precision, make)
+    functions = dataclasses.replace(make_functions(64), autocast=lambda: autocast(precision))
     recorder = Recorder()
     for _ in range(3):
         recorder.trace = Trace()
         with recorder:
-            engine.accumulate([make_batch(config, 2)] * count, work)
+            engine.accumulate([make_batch(config, 2)] * count, functions)
             engine.clip_(1.0)
             engine.step(LR)
             engine.zero_grad()

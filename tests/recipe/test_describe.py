@@ -146,3 +146,15 @@ def test_importing_muster_imports_none_of_the_recipe_libraries() -> None:
 def test_the_whole_recipe_package_never_imports_torch() -> None:
     code = "import sys, muster.recipe.load as l; l.load('speech');sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+SECTIONS = ("model", "data", "training", "distributed", "checkpoint", "evaluation", "logging")
+SECTIONS += ("slurm", "kubernetes", *(f"distributed.{name}" for name in ("ddp", "fsdp")))
+SECTIONS += tuple(f"distributed.{n}" for n in ("deepspeed", "tensor_options", "pipeline_options"))
+
+
+def test_every_key_says_whether_a_resumed_run_must_keep_it() -> None:
+    sections = [key.name for key in keys().values() if key.resume and key.is_section]
+    for key in keys().values():
+        inside = any(key.name.startswith(f"{section}.") for section in sections)
+        assert (key.resume in ("fixed", "free")) != (inside or key.name in SECTIONS), key.name

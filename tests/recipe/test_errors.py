@@ -85,7 +85,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
             ["evaluation.decoder=greedy"],
             "evaluation: ngram needs the beam: set evaluation.decoder=beam",
         ),
-        (["training.lr_scaling=linear"], "training: lr_scaling is 'linear' but nothing says"),
+        (["training.lr_scaling=linear"], "training: lr_scaling is 'linear' without a reference"),
     ],
 )
 def test_keys_that_contradict_each_other_name_their_section(

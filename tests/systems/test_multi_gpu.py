@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster import scripts
+from muster.entrypoints import script as scripts
 from muster.errors import RecipeError
 from muster.observe.results import read_lines
-from muster.plan.batch import solve
+from muster.recipe.batch import solve
 from muster.recipe.load import load
 from processes import PROGRAMS, free_port, run
 
@@ -148,7 +148,7 @@ def test_accumulation_is_the_guides_arithmetic():
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused_by_its_key(override, key):
-    from muster.hf_trainer import _sizes
+    from muster.entrypoints.hf_trainer import _sizes
 
     with pytest.raises(RecipeError, match=f"^{key}: Hugging Face's Trainer"):
         _sizes(load(RECIPE, [override]), 2)
@@ -169,7 +169,7 @@ def test_plain_python_says_at_once_that_other_gpus_idle(
 ):
     said: list[str] = []
 
-    def life(recipe, place, run):
+    def life(recipe, rank_info, run):
         said.append(capsys.readouterr().err)
         return {}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muster import start
+from muster.entrypoints import start_training as start
 from muster.hardware.environment import variables
 from muster.hardware.inventory import Gpu, Inventory
 from muster.observe.results import read_lines
-from muster.plan.batch import solve
+from muster.recipe.batch import solve
 from muster.recipe.load import load
 from processes import run
 

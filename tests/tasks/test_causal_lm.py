@@ -17,7 +17,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.causal_lm import CausalLM
-from muster.train.evaluate import Alone, evaluate
+from muster.train.evaluate import SingleProcess, evaluate
 
 TEXTS = ["The quick brown fox. " * 4, "Zwölf Boxkämpfer", "jagen", "Viktor quer " * 30]
 
@@ -92,7 +92,9 @@ def test_perplexity_and_bits_per_byte_are_those_of_the_whole_text(text, batch_si
     mesh = Mesh(0, 0, Layout(), torch.device("cpu"), None)
     from contextlib import nullcontext
 
-    scores = evaluate(task, Alone(model), "validation", mesh, batch_size, nullcontext).scores
+    scores = evaluate(
+        task, SingleProcess(model), "validation", mesh, batch_size, nullcontext
+    ).scores
     stream = [256] + [t for one in TEXTS for t in [*one.encode(), 256]]
     parts = [stream[i : i + 33] for i in range(0, len(stream) - 1, 32)]
     nll = sum(reference_nll(model, part).sum().item() for part in parts)

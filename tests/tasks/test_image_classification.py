@@ -163,7 +163,7 @@ def test_a_class_that_only_the_test_data_has_is_named(task):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.preset=lmu-micro", "lmu-micro is not a model of images; .* mnist-net, resnet-18"),
+        ("model.preset=lmu-micro", "lmu-micro is not an image model; .* mnist-net, resnet-18"),
         (
             "model.preset=resnet-19",
             r"^model\.preset: no preset 'resnet-19'; did you mean resnet-18",
@@ -180,7 +180,7 @@ def test_what_does_not_apply_to_images_is_refused(override, words):
 def test_a_model_of_images_is_not_cut():
     made = build_task(load("digits", []))
     assert made.weights() is None
-    with pytest.raises(RecipeError, match=r"^distributed\.strategy: .* not cut"):
+    with pytest.raises(RecipeError, match=r"^distributed\.strategy: .* cannot be split"):
         made.build_part(0, 1)
 
 

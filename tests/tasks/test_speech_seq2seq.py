@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from muster.data.audio import SAMPLE_RATE
 from muster.data.loader import IGNORE
-from muster.data.speech import SpeechSample
+from muster.data.speech.audio import SAMPLE_RATE
+from muster.data.speech.source import SpeechSample
 from muster.errors import RecipeError
 from muster.parallel.materialise import materialise
 from muster.recipe.load import load
@@ -158,10 +158,10 @@ def test_a_transcript_longer_than_the_decoder_is_left_out_or_cut(tmp_path, micro
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data.sample_rate=8000", r"data\.sample_rate: Whisper hears 16000 Hz, not 8000"),
+        ("data.sample_rate=8000", r"data\.sample_rate: Whisper needs 16000 Hz, not 8000"),
         (
             "model.preset=lmu-micro",
-            r"model\.preset: 'lmu-micro' is no Whisper; take one of whisper-",
+            r"model\.preset: 'lmu-micro' is no Whisper; use one of whisper-",
         ),
         ("data.tokenizer.kind=characters", r"data\.tokenizer\.kind: characters is for speech-ctc"),
         ("data.tokenizer.kind=huggingface", r"data\.tokenizer\.path: needed for"),
@@ -237,7 +237,7 @@ def test_pretrained_whisper_hears_what_transformers_hears():
     samples = [source.load(i) for i in shortest]
     batch = task.prepare(task.collate(samples, None, 30.0))
     with torch.no_grad():
-        said = task.decode(model_of(task).eval()(*task.questions(batch, bool).args))
+        said = task.decode(model_of(task).eval()(*task.eval_inputs(batch, bool).args))
     theirs = WhisperForConditionalGeneration.from_pretrained(WHISPER, dtype=torch.float32)
     processor = WhisperProcessor.from_pretrained(WHISPER)
     features = processor(

@@ -193,7 +193,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_half_written(ranks, small_
     with pytest.raises(RankError) as failure:
         ranks(1)(run_training, str(small_disk), ["training.steps=2"])
     assert failure.value.kind == "CheckpointError"
-    assert "room" in failure.value.message
+    assert "no space" in failure.value.message
     assert not step_folders(small_disk / "checkpoints")
 
 

@@ -16,9 +16,10 @@ import torch
 
 from muster.observe.memory import largest, out_of_memory
 from muster.observe.results import read_lines
-from muster.plan.batch import BatchSizes
+from muster.recipe.batch import BatchSizes
 from muster.train import memory
-from muster.train.loop import Job, train
+from muster.train.job import Job
+from muster.train.loop import train
 from pool import RankError
 from training import make_job
 
@@ -284,7 +285,7 @@ def note_of(mesh, folder: str, notes: dict[int, dict], sizes: BatchSizes, flow: 
     mine.mkdir(parents=True, exist_ok=True)
     if mesh.rank in notes:
         (mine / memory.NOTE).write_text(json.dumps(notes[mesh.rank]))
-    return memory.shrunk(sizes, mesh, mine, flow)
+    return memory.shrunk_sizes(sizes, mesh, mine, flow)
 
 
 def note(per_device: int, accumulation: int, data_ranks: int = 2) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""How fast this hardware really is."""
+"""Benchmarks of this hardware: devices, collectives, links, scaling, overlap."""

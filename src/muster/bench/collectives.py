@@ -19,11 +19,11 @@ from muster.bench.results import head
 from muster.bench.timing import ENOUGH, LEAST, SMALL, WARM_UP, spread_of
 from muster.errors import LaunchError
 from muster.hardware import catalogue
-from muster.parallel.collectives import COLLECTIVES, REFUSALS, Trial, Where, bus_share, refusal
 from muster.parallel.mesh import Mesh
+from muster.probes.collectives import COLLECTIVES, REFUSALS, Trial, Where, bus_share, refusal
 
 USUAL_MAX = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}  # bytes
-COPIES = 8  # of the array that must fit: in, out, the backend's own, and room for others
+COPIES = 8  # of the array that must fit: in, out, the backend's own, and a margin
 LARGE = 2**20  # bytes: from here on, bandwidth and no longer latency is what counts
 
 Row = dict[str, Any]
@@ -38,7 +38,7 @@ def measure(
     factor: int = 4,
 ) -> Document:
     document = head("collectives", mesh)
-    asked, fits = largest or max(USUAL_MAX[mesh.device.type], smallest), room(mesh)
+    asked, fits = largest or max(USUAL_MAX[mesh.device.type], smallest), largest_size(mesh)
     if smallest > fits:
         raise LaunchError(f"--min {smallest}: only arrays up to {fits} bytes fit into free memory")
     sizes = list(steps(smallest, min(asked, fits), factor))
@@ -73,15 +73,15 @@ def measure(
 
 
 def trial(mesh: Mesh, name: str, count: int, dtype: torch.dtype, where: Where) -> Row:
-    """One row: timed, then proven on fresh numbers."""
+    """One row: timed, then verified on new inputs."""
     attempt = COLLECTIVES[name].prepare(mesh, count, dtype, where)
-    if words := _refused(mesh, attempt):
-        return {"refused": words}
+    if message := _refused(mesh, attempt):
+        return {"refused": message}
     size = count * dtype.itemsize
     took = spread_of(mesh, attempt.act, size)
     rate = size / took.median / 1e9
-    said = mesh.gather(attempt.prove())
-    wrong = [f"rank {rank}: {words}" for rank, words in enumerate(said) if words]
+    results = mesh.gather(attempt.verify())
+    wrong = [f"rank {rank}: {message}" for rank, message in enumerate(results) if message]
     return {
         "bytes": size,
         "time_us": took.median * 1e6,
@@ -94,13 +94,13 @@ def trial(mesh: Mesh, name: str, count: int, dtype: torch.dtype, where: Where) -
 
 
 def _refused(mesh: Mesh, attempt: Trial) -> str | None:
-    """What the backend says where it has no such collective, or not for these numbers."""
-    words = None
+    """The backend's error where it lacks the collective, or lacks it for this dtype."""
+    message = None
     try:
         attempt.act()
     except REFUSALS as error:
-        words = refusal(error)
-    return next((said for said in mesh.gather(words) if said), None)
+        message = refusal(error)
+    return next((text for text in mesh.gather(message) if text), None)
 
 
 def steps(smallest: int, largest: int, factor: int) -> Iterator[int]:
@@ -111,11 +111,11 @@ def steps(smallest: int, largest: int, factor: int) -> Iterator[int]:
 
 
 def counts(sizes: Sequence[int], itemsize: int, world: int) -> list[int]:
-    """In numbers, rounded down so that every rank's part is alike; at least one for each."""
+    """In elements, rounded down so that every rank's part has the same size; at least one for each."""
     return list(dict.fromkeys(max(1, size // itemsize // world) * world for size in sizes))
 
 
-def room(mesh: Mesh) -> int:
+def largest_size(mesh: Mesh) -> int:
     """Bytes of the largest array that fits on every rank."""
     if mesh.device.type == "cuda":
         mine = torch.cuda.mem_get_info(mesh.device)[0] // COPIES
@@ -129,35 +129,35 @@ def wrong_rows(document: Document) -> list[Row]:
     return [row for row in document["rows"] if row["wrong"]]
 
 
-def learn(document: Document, folder: Path) -> str:
-    """Tell the planner what an all-reduce reaches, in the device's file in `folder`; returns in words
-    what was done, or why nothing was."""
+def save_for_planner(document: Document, folder: Path) -> str:
+    """Save the bus bandwidth of an all-reduce for the planner, in the device's file in `folder`; returns
+    what was saved, or why nothing was."""
     rates = [
         row["bus_gb_per_s"]
         for row in document["rows"]
-        if (row["collective"], row["where"]) == ("all_reduce", "in")  # as gradients travel
+        if (row["collective"], row["where"]) == ("all_reduce", "in")  # as DDP calls it
         and row["dtype"] in ("float32", "bfloat16")
         and row["bytes"] >= LARGE
     ]
     if document["ranks"] == 1:
-        return "one rank sends nothing: bus bandwidth is 0, and the planner learns nothing"
+        return "one rank sends nothing: bus bandwidth is 0, and nothing is saved for the planner"
     if wrong_rows(document) or not rates:
         why = "values are wrong" if rates else "no all_reduce of 1 MiB or more, float32 or bfloat16"
-        return f"{why}: the planner learns nothing"
+        return f"{why}: nothing is saved for the planner"
     name, hosts = document["device"], len(document["hosts"])
     path, best = catalogue.file_of(name, folder), max(rates)
     if name not in catalogue.names(folder):
         return (
             f"the catalogue has no {document['title']}: run `muster bench device` once, then measure "
-            "again, and the planner knows its links too"
+            "again, so that the planner knows its links too"
         )
     key = "network_gb_per_s" if hosts > 1 else "link_gb_per_s"
     figure = best / (document["ranks"] / hosts) if hosts > 1 else best
     kept: Document = {"name": name, "measured": {}}
     if path.exists():
-        catalogue.own(catalogue.find(name, folder), folder)  # a file that is damaged says so
+        catalogue.own(catalogue.find(name, folder), folder)  # raises where the file is damaged
         kept = json.loads(path.read_text())
     kept["measured"][key] = figure
     write(path, kept)
     each = f" for each of {document['ranks'] // hosts} ranks of a host" if hosts > 1 else ""
-    return f"the planner now counts on {figure:.3g} GB/s{each}: {key} in {path}"
+    return f"the planner now uses {figure:.3g} GB/s{each}: {key} in {path}"

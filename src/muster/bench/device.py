@@ -1,4 +1,4 @@
-"""What one device reaches: matrix products, its memory, copies from the host, starting a kernel.
+"""What one device reaches: matrix products, memory bandwidth, copies from the host, kernel launches.
 
 Every figure is the median of at least REPEATS samples, after WARM_UP calls. GB = 10⁹ bytes.
 """
@@ -23,15 +23,15 @@ from muster.hardware.catalogue import Accelerator
 from muster.hardware.devices import read
 
 WARM_UP, REPEATS = 3, 5
-SAMPLE_S = 0.02  # of one sample: the clock's error and the wait for the device vanish in it
+SAMPLE_S = 0.02  # of one sample: long against the clock's error and a synchronize
 SIDES = {"cuda": (4096, 8192, 16384), "cpu": (256, 512, 1024, 2048)}  # of square matrices
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NVLINK_GB_PER_S, XGMI_GB_PER_S = 25.0, 50.0  # one link, one direction
-USUAL_NETWORK_GB_PER_S = 12.5  # 100 Gb/s for each GPU; measured it is not
+USUAL_NETWORK_GB_PER_S = 12.5  # 100 Gb/s for each GPU; not measured
 
 
-class Stopwatch:
-    """Times work on one device and keeps count of the samples behind each figure."""
+class Timer:
+    """Times work on one device and counts the samples of each figure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,8 +78,8 @@ def bench(folder: Path, seconds: float) -> tuple[dict[str, Any], Path]:
 
 
 def links_in(path: Path) -> dict[str, float]:
-    """What `muster bench collectives`, or a person, wrote there about links: one device alone cannot
-    measure them again."""
+    """The link rates that `muster bench collectives`, or a user, wrote there: one device alone cannot
+    measure them."""
     try:
         known = json.loads(path.read_text())["measured"]
         return {key: known[key] for key in ("link_gb_per_s", "network_gb_per_s") if key in known}
@@ -89,20 +89,20 @@ def links_in(path: Path) -> dict[str, float]:
 
 def measure(device: torch.device, seconds: float) -> dict[str, Any]:
     """`accelerator` is all that a planner needs to know of the device, `measured` what it achieved,
-    `peaks` what its maker promises, where the catalogue knows it."""
-    watch = Stopwatch(device)
+    `peaks` its vendor's figures, where the catalogue has it."""
+    timer = Timer(device)
     kinds = number_types(device)
     copies_s = 2 if device.type == "cuda" else 0
     part = seconds / (2 * len(kinds) + copies_s + 2)
     sides: dict[str, int] = {}
     measured: dict[str, float] = {}
     for kind in kinds:
-        measured[f"{kind}_tflops"], sides[kind] = matrix_tflops(watch, kind, 2 * part)
-    measured["memory_gb_per_s"] = memory_gb_per_s(watch, part)
-    copies = host_copies(watch, part) if device.type == "cuda" else {}
+        measured[f"{kind}_tflops"], sides[kind] = matrix_tflops(timer, kind, 2 * part)
+    measured["memory_gb_per_s"] = memory_gb_per_s(timer, part)
+    copies = host_copies(timer, part) if device.type == "cuda" else {}
     if copies:
         measured["host_gb_per_s"] = min(copies.values())
-    measured["launch_us"] = launch_us(watch, part)
+    measured["launch_us"] = launch_us(timer, part)
     known = known_as(device)
     accelerator = known or unknown(device, measured)
     return {
@@ -117,7 +117,7 @@ def measure(device: torch.device, seconds: float) -> dict[str, Any]:
             "statistic": "median",
             "seconds": seconds,
             "warm_up_calls": WARM_UP,
-            "samples": watch.samples,
+            "samples": timer.samples,
             "matrix_sides": sides,
         },
         "accelerator": accelerator.as_dict(),
@@ -132,10 +132,10 @@ def number_types(device: torch.device) -> list[str]:
     return ["bf16", "fp16", "fp32"] if bf16 else ["fp16", "fp32"]
 
 
-def matrix_tflops(watch: Stopwatch, kind: str, seconds: float) -> tuple[float, int]:
+def matrix_tflops(timer: Timer, kind: str, seconds: float) -> tuple[float, int]:
     """The best rate over several sizes, and its size. Numbers are random, since a GPU multiplies zeros
     faster than it ever will in training. A size that would take too long is left out."""
-    device, dtype = watch.device, DTYPES[kind]
+    device, dtype = timer.device, DTYPES[kind]
     best, best_side, share = 0.0, 0, seconds / len(SIDES[device.type])
     for side in SIDES[device.type]:
         operations = 2 * side**3
@@ -144,44 +144,44 @@ def matrix_tflops(watch: Stopwatch, kind: str, seconds: float) -> tuple[float, i
             break
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
-        took = watch.median(f"{kind}_tflops_{side}", lambda: torch.mm(a, b, out=out), share)  # noqa: B023
+        took = timer.median(f"{kind}_tflops_{side}", lambda: torch.mm(a, b, out=out), share)  # noqa: B023
         if operations / took / 1e12 > best:
             best, best_side = operations / took / 1e12, side
     if not best:
         raise LaunchError(
-            f"{title(device)} has only {free_bytes(device) / 2**30:.1f} GiB free; end what else "
-            "runs on it and measure again"
+            f"{title(device)} has only {free_bytes(device) / 2**30:.1f} GiB free; end other "
+            "processes on it and measure again"
         )
     return best, best_side
 
 
-def memory_gb_per_s(watch: Stopwatch, seconds: float) -> float:
+def memory_gb_per_s(timer: Timer, seconds: float) -> float:
     """Bytes read and bytes written, of a copy that no cache can hold."""
-    device = watch.device
+    device = timer.device
     size = 2**31 if device.type == "cuda" else max(2**28, 4 * last_cache_bytes())
     source = torch.ones(min(size, free_bytes(device) // 8), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    took = watch.median("memory_gb_per_s", lambda: target.copy_(source), seconds)
+    took = timer.median("memory_gb_per_s", lambda: target.copy_(source), seconds)
     return 2 * source.nbytes / took / 1e9
 
 
-def host_copies(watch: Stopwatch, seconds: float) -> dict[str, float]:
+def host_copies(timer: Timer, seconds: float) -> dict[str, float]:
     """Between pinned host memory and the GPU, one direction at a time."""
     host = torch.ones(2**28, dtype=torch.uint8, pin_memory=True)
-    here = torch.empty_like(host, device=watch.device)
+    here = torch.empty_like(host, device=timer.device)
     ways = {
         "host_to_device_gb_per_s": lambda: here.copy_(host, non_blocking=True),
         "device_to_host_gb_per_s": lambda: host.copy_(here, non_blocking=True),
     }
     return {
-        name: host.nbytes / watch.median(name, way, seconds) / 1e9 for name, way in ways.items()
+        name: host.nbytes / timer.median(name, way, seconds) / 1e9 for name, way in ways.items()
     }
 
 
-def launch_us(watch: Stopwatch, seconds: float) -> float:
-    """Microseconds from one tiny operation to the next, as Python starts them without waiting."""
-    one = torch.zeros(1, device=watch.device)
-    return 1e6 * watch.median("launch_us", lambda: one.add_(1), seconds)
+def launch_us(timer: Timer, seconds: float) -> float:
+    """Kernel launch latency: microseconds from one tiny operation to the next, without synchronizing."""
+    one = torch.zeros(1, device=timer.device)
+    return 1e6 * timer.median("launch_us", lambda: one.add_(1), seconds)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -191,9 +191,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def last_cache_bytes() -> int:
-    """Of the processor's last level; 0 where the kernel does not tell."""
-    words = read(Path("/sys/devices/system/cpu/cpu0/cache/index3/size")) or "0"
-    return int(words.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(words[-1], 1)
+    """Of the processor's last level; 0 where the kernel does not report it."""
+    text = read(Path("/sys/devices/system/cpu/cpu0/cache/index3/size")) or "0"
+    return int(text.rstrip("KM")) * {"K": 2**10, "M": 2**20}.get(text[-1], 1)
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def known_as(device: torch.device) -> Accelerator | None:
 
 
 def unknown(device: torch.device, measured: dict[str, float]) -> Accelerator:
-    """A GPU that the catalogue has not: what it achieved stands in for its peaks."""
+    """A GPU that is not in the catalogue: with its measured rates as peaks."""
     found = inventory.detect()
     properties = torch.cuda.get_device_properties(device)
     amd = torch.version.hip is not None

@@ -1,4 +1,4 @@
-"""Where figures are kept: a place that cannot be written is refused by name."""
+"""Where figures are saved: a folder that cannot be written is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Document = dict[str, Any]  # JSON: what was measured, and how
 
 
 def prepare(folder: Path) -> None:
-    """A folder that takes no file is refused before the work."""
+    """Refuse a folder that cannot be written, before measuring."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder, buffering=0) as probe:

@@ -1,4 +1,4 @@
-"""How much of communication hides under computing, for DDP's buckets and FSDP's prefetching.
+"""How much of communication overlaps with computation, for DDP's buckets and FSDP's prefetching.
 
 Three times, on the same micro-batches and all ranks at once: a forward and backward pass without any
 messages, the messages of such a pass without computing, and both as the strategy overlaps them. What
@@ -22,15 +22,15 @@ from muster.bench import results
 from muster.bench.files import Document
 from muster.data.loader import Batch
 from muster.errors import LaunchError
-from muster.parallel.collectives import gather_into, scatter_sum
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
-from muster.parallel.repeats import times
 from muster.plan.messages import Message
 from muster.plan.trace import Recorder
+from muster.probes.collectives import gather_into, scatter_sum
+from muster.probes.repeats import times
 from muster.recipe.load import load
-from muster.train.loop import Job
-from muster.worker.prepare import look, prepare
+from muster.train.job import Job
+from muster.worker.prepare import open_task, prepare
 
 WARM_UP, LEAST, MOST = 2, 5, 200  # calls, and rounds that count
 PREFETCH = {"none": (False, False), "backward": (False, True), "both": (True, True)}
@@ -100,7 +100,7 @@ def measure(
 def _job(mesh: Mesh, recipe: str, overrides: list[str], folder: Path) -> Job:
     loaded = load(recipe, overrides)
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    job = prepare(loaded, mesh, runs.Run(folder), look(loaded, mesh.world))
+    job = prepare(loaded, mesh, runs.Run(folder), open_task(loaded))
     job.observer.close()
     for part in job.engine.parts:
         part.train()
@@ -112,7 +112,7 @@ def _times(
 ) -> dict[str, Any]:
     sent = messages(job, batches)
     acts = [_pass(alone, batches), _pass(job, batches), replay(mesh, sent)]
-    compute, together, apart = in_turn(mesh, acts, seconds)
+    compute, together, apart = interleave(mesh, acts, seconds)
     longer = [both - one for one, both in zip(compute, together, strict=True)]
     difference, communication = statistics.median(longer), statistics.median(apart)
     return {
@@ -128,9 +128,11 @@ def _times(
     }
 
 
-def in_turn(mesh: Mesh, acts: Sequence[Callable[[], object]], seconds: float) -> list[list[float]]:
+def interleave(
+    mesh: Mesh, acts: Sequence[Callable[[], object]], seconds: float
+) -> list[list[float]]:
     """Times of each act, `seconds` for each in all. One after the other in every round, and all ranks
-    together, so that a machine that grows slower or faster meanwhile does so for all of them."""
+    together, so that a drift of the machine's speed affects all of them alike."""
     once = max(times(mesh.device, act, WARM_UP)[-1] for act in acts)
     fitting = max(LEAST, min(MOST, int(seconds / once)))
     rounds = mesh.gather(fitting)[0]
@@ -162,7 +164,7 @@ def hidden(difference: float, communication: float, uncertain: float) -> float |
 
 def _pass(job: Job, batches: Sequence[Batch]) -> Callable[[], object]:
     def act() -> None:
-        job.engine.accumulate(batches, job.work)
+        job.engine.accumulate(batches, job.functions)
         job.engine.zero_grad()
 
     return act
@@ -178,7 +180,7 @@ def messages(job: Job, batches: Sequence[Batch]) -> list[Message]:
 
 
 def replay(mesh: Mesh, sent: Sequence[Message]) -> Callable[[], object]:
-    """The same messages with nothing else to do: all on their way at once, then waited for."""
+    """The same messages without computation: all started at once, then waited for."""
     calls = [_call(mesh, message) for message in sent]
 
     def act() -> None:
@@ -203,6 +205,6 @@ def _call(mesh: Mesh, message: Message) -> Callable[[], Any]:
     if message.kind == "broadcast":
         return lambda: dist.broadcast(mine, 0, async_op=True)
     raise LaunchError(
-        f"the model sends a {message.kind} of its own, which cannot be timed apart; measure a recipe "
+        f"the model sends a {message.kind} of its own, which cannot be timed alone; measure a recipe "
         "without it"
     )

@@ -1,4 +1,4 @@
-"""Measurements as pictures: bandwidth over sizes, and the matrix of pairs. Plain data in, PNG out."""
+"""Plots of measurements: bandwidth over sizes, and the matrix of pairs, from plain data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ORDER = (0, 4, 2, 6, 9)  # of colours: neighbours in the legend differ in hue
 LINES = ("-", "--", ":", "-.")  # one for each number type
-NUMBERED = 16  # ranks: beyond, a cell has no room for its number
+NUMBERED = 16  # ranks: above, a cell is too small for its number
 BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 

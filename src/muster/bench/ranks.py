@@ -20,12 +20,12 @@ from muster.launch import cluster, rendezvous
 from muster.launch.children import Children
 from muster.launch.cluster import Node
 from muster.launch.join import is_rank, join
-from muster.launch.rank import leave, settle
+from muster.launch.process import exit_without_cleanup, set_up_process
 from muster.parallel import mesh as meshes
 
 WAIT_S = 120.0  # of ranks for each other
 STRATEGY = {"overlap": "fsdp"}  # whose variables are set; its ranks measure DDP under the same
-GRACE_S = 1.0  # for others that fail too: whose end is seen first need not be who was killed
+GRACE_S = 1.0  # for others that fail too: the first exit seen need not be the rank that was killed
 
 
 def measure(
@@ -35,14 +35,14 @@ def measure(
     where another process has it. No rank waits for another longer than `timeout_s`."""
     if is_rank():
         return _as_rank(form, options, timeout_s)
-    count = count or len(inventory.detect().gpus) or 2
+    count = inventory.detect().rank_count(count, cpu_ranks=2, share=True)
     return _with_children(form, options, count, node, timeout_s)
 
 
 def _as_rank(form: str, options: dict[str, Any], timeout_s: float) -> Document | None:
-    place = cluster.detect(os.environ)
-    settle(place, STRATEGY.get(form, "ddp"))
-    mesh = join(place, "auto", timeout_s)
+    rank_info = cluster.detect(os.environ)
+    set_up_process(rank_info, STRATEGY.get(form, "ddp"))
+    mesh = join(rank_info, "auto", timeout_s)
     document: Document | None = import_module(f"muster.bench.{form}").measure(mesh, **options)
     meshes.leave()
     return document if mesh.first else None
@@ -51,7 +51,7 @@ def _as_rank(form: str, options: dict[str, Any], timeout_s: float) -> Document |
 def _with_children(
     form: str, options: dict[str, Any], count: int, node: Node, timeout_s: float
 ) -> Document | None:
-    """Outlives the ranks: the first that fails ends the others, and its words are passed on."""
+    """Starts the ranks and waits for them: the first that fails ends the others, and its error is raised."""
     store = rendezvous.for_node(node, timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
@@ -67,28 +67,28 @@ def _with_children(
 
 
 def _why(ranks: Children, first: Sequence[int | None]) -> str:
-    """Who was killed, else who failed `first`: others fail because they lost it. Where it waited in
-    vain, those that still run are whom it waited for."""
+    """The rank that was killed, else the one that failed `first`: others fail because they lost it. Where
+    it timed out, those that still run are the ones it waited for."""
     codes = dict(enumerate(ranks.codes, ranks.first))
     killed = [rank for rank, code in codes.items() if code and code < 0]
     failed = [*killed, *(rank for rank, code in enumerate(first, ranks.first) if code)][0]
-    words = f"rank {failed} {ranks.exits()[failed]}"
+    message = f"rank {failed} {ranks.exits()[failed]}"
     stuck = [str(rank) for rank, code in codes.items() if code is None]
-    if stuck and "timed out" in words.lower():
-        words += f"; still running, and so perhaps stuck: rank {', '.join(stuck)}"
-    return words
+    if stuck and "timed out" in message.lower():
+        message += f"; still running, and so possibly stuck: rank {', '.join(stuck)}"
+    return message
 
 
 def main(form: str, options: str, timeout_s: str, answer: str) -> None:
-    """A rank's whole life under `muster bench`."""
+    """One rank's process under `muster bench`."""
     try:
         document = _as_rank(form, json.loads(options), float(timeout_s))
     except MusterError as error:
         print(error, file=sys.stderr)
-        leave(2)
+        exit_without_cleanup(2)
     if document is not None:
         Path(answer).write_text(json.dumps(document))
-    leave(0)
+    exit_without_cleanup(0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Measurements are kept, and compared with earlier ones.
+"""Measurements are saved, and compared with earlier ones.
 
-A document has `form`, `device`, `ranks` and `rows`. `keys` names what tells one row from another,
-`figure` the number that is compared, `better` which way it should go.
+A document has `form`, `device`, `ranks` and `rows`. `keys` names what identifies a row, `figure`
+the number that is compared, `better` whether higher or lower is better.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ CHANGED = 0.1  # of a figure: less is what two measurements of the same thing di
 
 
 def head(form: str, mesh: Mesh) -> Document:
-    """What every document begins with. All ranks call this together."""
+    """The fields common to all documents. A collective: all ranks call it."""
     here = os.uname().nodename
-    seats = mesh.gather((here, sorted(os.sched_getaffinity(0))))
-    document = describe(form, mesh.device, mesh.world, [host for host, _ in seats])
-    if mesh.device.type == "cpu":  # a rank sees the cores that it was given: all of them together
-        cores = {(host, core) for host, own in seats for core in own}
+    cores_by_rank = mesh.gather((here, sorted(os.sched_getaffinity(0))))
+    document = document_head(form, mesh.device, mesh.world, [host for host, _ in cores_by_rank])
+    if mesh.device.type == "cpu":  # a rank sees only its own cores: count those of all ranks
+        cores = {(host, core) for host, own in cores_by_rank for core in own}
         document["title"] = f"CPU, {len(cores)} core{'s' if len(cores) > 1 else ''}"
     return document
 
 
-def describe(form: str, device: torch.device, ranks: int, hosts: Sequence[str]) -> Document:
-    """The same where no ranks have met."""
+def document_head(form: str, device: torch.device, ranks: int, hosts: Sequence[str]) -> Document:
+    """The same without a process group."""
     known = known_as(device)
     return {
         "form": form,
@@ -87,8 +87,8 @@ def earlier(asked: str, form: str, folder: Path) -> Document:
     try:
         by_key(document)
     except (KeyError, TypeError, ValueError) as error:
-        words = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
-        raise DataError(f"--against {path}: it {words}; name another file") from None
+        problem = f"lacks {error}" if isinstance(error, KeyError) else f"is damaged ({error})"
+        raise DataError(f"--against {path}: it {problem}; name another file") from None
     return {**document, "path": str(path)}
 
 
@@ -113,7 +113,7 @@ class Comparison:
         return statistics.median(self.ratios.values())
 
     def worse(self) -> list[tuple[Any, ...]]:
-        """Rows that fell behind by more than two measurements of the same thing differ, worst first."""
+        """Rows that are slower by more than repeated measurements differ, worst first."""
         up = self.better == "higher"
         behind = {key: ratio if up else 1 / ratio for key, ratio in self.ratios.items()}
         return sorted((k for k, r in behind.items() if r < 1 - CHANGED), key=lambda k: behind[k])

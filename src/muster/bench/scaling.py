@@ -2,7 +2,7 @@
 
 Weak: every rank keeps the batch that one rank has, so perfect scaling is the same step time. Strong:
 the global batch stays, so perfect scaling is an Nth of it. Each point is a run like any other, of
-`muster train`'s own launcher and loop, and what its ranks noted of their time says where it went.
+`muster train`'s own launcher and loop, and its ranks' timings show where the time went.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from muster.hardware import affinity, inventory
 from muster.launch import local
 from muster.observe.results import read_lines
 from muster.parallel.layout import layout_for
-from muster.plan.batch import solve
+from muster.recipe.batch import solve
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
@@ -55,15 +55,15 @@ def worlds(most: int) -> list[int]:
 
 
 def most_ranks(asked: int | None) -> int:
-    """All GPUs, or a rank per CPU core up to 8. More ranks than devices measure only their quarrel."""
+    """All GPUs, or a rank per CPU core up to 8. More ranks than devices would only measure contention."""
     found = inventory.detect()
-    there = len(found.gpus) or found.cpus
-    if asked and asked > there:
+    ranks = found.rank_count(asked, cpu_ranks=min(found.cpus, 8))
+    if not found.gpus and ranks > found.cpus:
         raise LaunchError(
-            f"--gpus {asked}, but this machine offers {found.describe()}: each rank needs a device, or "
-            f"a core, of its own; ask for at most {there}"
+            f"--gpus {asked}, but this machine offers {found.describe()}: each rank needs its own "
+            f"core; ask for at most {found.cpus}"
         )
-    return asked or (there if found.gpus else min(there, 8))
+    return ranks
 
 
 def measure(
@@ -73,9 +73,9 @@ def measure(
     kinds: Sequence[str],
     steps: int,
     folder: Path,
-    tell: Callable[[str], None] = lambda words: None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> Document:
-    """Runs all points, one after another; their directories in `folder` go once they were read."""
+    """Runs all points, one after another; their directories in `folder` are removed once read."""
     mine = Path(tempfile.mkdtemp(prefix="scaling-runs-", dir=folder))
     asked = [*overrides, *SHORT, f"training.steps={steps + WARM_UP}", f"logging.dir={mine}"]
     points = [(kind, ranks) for kind in kinds for ranks in worlds(most)]
@@ -89,13 +89,13 @@ def measure(
         row = next((r for r in rows if r["ranks"] == ranks == 1), None)
         if row is None:
             row = _point(resolved, ranks, most)
-            tell(f"{kind}, {ranks} rank(s): {row['samples_per_s']:.4g} samples/s")
+            progress(f"{kind}, {ranks} rank(s): {row['samples_per_s']:.4g} samples/s")
         rows.append({**row, "kind": kind})
     shutil.rmtree(mine, ignore_errors=True)
     judge(rows)
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     return {
-        **results.describe("scaling", device, most, [os.uname().nodename]),
+        **results.document_head("scaling", device, most, [os.uname().nodename]),
         "recipe": load(recipe, overrides).name,
         "overrides": list(overrides),
         "method": {
@@ -152,8 +152,8 @@ def _train(recipe: Recipe, ranks: int, most: int) -> runs.Run:
         raise
     if code or not run.results():
         failure = run.info().get("failure") or {}
-        words = failure.get("what") or "it left no results"
-        raise LaunchError(f"the run on {ranks} rank(s) failed: {words}; see {run.path}")
+        message = failure.get("what") or "it wrote no results"
+        raise LaunchError(f"the run on {ranks} rank(s) failed: {message}; see {run.path}")
     return run
 
 
@@ -172,7 +172,7 @@ def _cores(ranks: int, most: int) -> Iterator[None]:
 
 
 def read_run(folder: Path) -> Document:
-    """Throughput and the parts of a step, in seconds, from what a run's ranks wrote down."""
+    """Throughput and the parts of a step, in seconds, from the files of a run's ranks."""
     metrics = read_lines(folder / "metrics.jsonl")
     files = sorted((folder / "ranks").glob("*.jsonl"))
     by_step = list(zip(*(read_lines(file) for file in files), strict=True))

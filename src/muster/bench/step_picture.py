@@ -1,4 +1,4 @@
-"""Where the time of a step goes, drawn: scaling over ranks, and messages under computing."""
+"""Plots of where the time of a step goes: scaling over ranks, and overlap of communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What repeated calls on several ranks say in one line."""
+"""Statistics of repeated calls on several ranks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from muster.parallel.mesh import Mesh
-from muster.parallel.repeats import repeat
+from muster.probes.repeats import repeat
 
 WARM_UP = 3
 SMALL = 64 * 2**10  # bytes: so quick that ENOUGH repeats are always taken
-ENOUGH, LEAST = 100, 10  # repeats: a p99 of fewer than 100 is the slowest of them
+ENOUGH, LEAST = 100, 10  # repeats: the p99 of fewer than 100 is the maximum
 ROW_S = 0.25  # of larger arrays, roughly
 
 

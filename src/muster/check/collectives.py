@@ -1,4 +1,4 @@
-"""Step 4: every collective, over three kinds of numbers, against values worked out locally."""
+"""Step 4: every collective in three dtypes, against values computed locally."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from muster.check.findings import Finding, Roll
-from muster.check.seat import Account, Seat
-from muster.parallel import collectives
-from muster.parallel.collectives import REFUSALS, Wrong, refusal
+from muster.check.context import RankContext, RankReport
+from muster.check.findings import Finding, RankNames
 from muster.parallel.mesh import Mesh
+from muster.probes import collectives
+from muster.probes.collectives import REFUSALS, Wrong, refusal
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
-SIZE = 1031  # elements each rank brings for each other; odd, so that no buffer is filled evenly
+SIZE = 1031  # elements of each rank for each other rank; odd, so that no buffer divides evenly
 
 
 def all_reduce(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    return collectives.all_reduce(mesh, SIZE, dtype).prove()
+    return collectives.all_reduce(mesh, SIZE, dtype).verify()
 
 
 def all_gather(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    return collectives.all_gather(mesh, SIZE * mesh.world, dtype).prove()
+    return collectives.all_gather(mesh, SIZE * mesh.world, dtype).verify()
 
 
 def reduce_scatter(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    return collectives.reduce_scatter(mesh, SIZE * mesh.world, dtype).prove()
+    return collectives.reduce_scatter(mesh, SIZE * mesh.world, dtype).verify()
 
 
 def broadcast(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    """From up to four ranks in turn. A rank that got one wrong takes part in the others too."""
+    """From up to four ranks in turn. A rank with a wrong result takes part in the others too."""
     found = []
     for root in sorted({0, 1 % mesh.world, mesh.world // 2, mesh.world - 1}):
-        if wrong := collectives.broadcast(mesh, SIZE, dtype, root=root).prove():
+        if wrong := collectives.broadcast(mesh, SIZE, dtype, root=root).verify():
             found.append(f"from rank {root}: {wrong}")
     return "; ".join(found) or None
 
 
 def all_to_all(mesh: Mesh, dtype: torch.dtype) -> Wrong:
-    return collectives.all_to_all(mesh, SIZE * mesh.world, dtype).prove()
+    return collectives.all_to_all(mesh, SIZE * mesh.world, dtype).verify()
 
 
 def send_recv(mesh: Mesh, dtype: torch.dtype) -> Wrong:
     if mesh.world == 1:
         return None
-    wrong = collectives.send_recv(mesh, SIZE, dtype).prove()
+    wrong = collectives.send_recv(mesh, SIZE, dtype).verify()
     return wrong and f"from rank {(mesh.rank - 1) % mesh.world}: {wrong}"
 
 
@@ -72,44 +72,48 @@ def cases() -> Iterable[tuple[str, Callable[[Mesh, torch.dtype], Wrong], torch.d
             yield f"{operation.__name__}{kind}", operation, dtype
 
 
-def measure(seat: Seat) -> Account:
-    """`wrong`: what came out wrong; `refused`: what the backend would not do, in its own words."""
-    mesh, wrong, refused = seat.mesh, {}, {}
+def measure(context: RankContext) -> RankReport:
+    """`wrong`: wrong results; `refused`: what the backend does not support, with its error."""
+    mesh, wrong, refused = context.mesh, {}, {}
     for name, operation, dtype in cases():
         try:
-            if words := operation(mesh, dtype):
-                wrong[name] = words
+            if message := operation(mesh, dtype):
+                wrong[name] = message
         except REFUSALS as error:
             refused[name] = refusal(error)
     backend = "nccl" if mesh.device.type == "cuda" else "gloo"
     return {"wrong": wrong, "refused": refused, "backend": backend}
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
-    ranks, backend = sorted(accounts), accounts[min(accounts)]["backend"]
-    missing = [n for n, *_ in cases() if all(n in accounts[r]["refused"] for r in ranks)]
-    found = [_wrong(name, accounts, roll) for name, *_ in cases()]
-    found += [_some_refuse(name, accounts, roll) for name, *_ in cases() if name not in missing]
-    complaints = [finding for finding in found if finding]
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
+    ranks, backend = sorted(reports), reports[min(reports)]["backend"]
+    missing = [n for n, *_ in cases() if all(n in reports[r]["refused"] for r in ranks)]
+    found = [_wrong(name, reports, rank_names) for name, *_ in cases()]
+    found += [
+        _some_refuse(name, reports, rank_names) for name, *_ in cases() if name not in missing
+    ]
+    problems = [finding for finding in found if finding]
     notes = []
     if missing:
-        notes.append(Finding("collectives", "note", f"not offered by {backend}: {_short(missing)}"))
-    if complaints:
-        return complaints + notes
+        notes.append(
+            Finding("collectives", "note", f"not supported by {backend}: {_short(missing)}")
+        )
+    if problems:
+        return problems + notes
     done = sum(1 for _ in cases()) - len(missing)
-    words = f"{done} combinations of collective and number type are right on {backend}"
-    return [Finding("collectives", "ok", words), *notes]
+    message = f"{done} combinations of collective and dtype are right on {backend}"
+    return [Finding("collectives", "ok", message), *notes]
 
 
-def _wrong(name: str, accounts: Mapping[int, Account], roll: Roll) -> Finding | None:
-    ranks = [rank for rank in sorted(accounts) if name in accounts[rank]["wrong"]]
+def _wrong(name: str, reports: Mapping[int, RankReport], rank_names: RankNames) -> Finding | None:
+    ranks = [rank for rank in sorted(reports) if name in reports[rank]["wrong"]]
     if not ranks:
         return None
-    example = f"{roll.name(ranks[0])}: {accounts[ranks[0]]['wrong'][name]}"
-    if len(ranks) == len(accounts) > 1:
-        who, cause = "on every rank", "one rank brings wrong values, or the network changes them"
+    example = f"{rank_names.name(ranks[0])}: {reports[ranks[0]]['wrong'][name]}"
+    if len(ranks) == len(reports) > 1:
+        who, cause = "on every rank", "one rank sends wrong values, or the network corrupts them"
     else:
-        who, cause = f"on {roll.names(ranks)}", "that rank's device or link changes values"
+        who, cause = f"on {rank_names.names(ranks)}", "that rank's device or link corrupts values"
     return Finding(
         "collectives",
         "fail",
@@ -118,22 +122,24 @@ def _wrong(name: str, accounts: Mapping[int, Account], roll: Roll) -> Finding | 
         cure="look for ECC and Xid errors (nvidia-smi -q, dmesg), reinstall torch there, and try "
         "without that device",
         ranks=tuple(ranks),
-        hosts=roll.hosts_of(ranks),
+        hosts=rank_names.hosts_of(ranks),
     )
 
 
-def _some_refuse(name: str, accounts: Mapping[int, Account], roll: Roll) -> Finding | None:
-    ranks = [rank for rank in sorted(accounts) if name in accounts[rank]["refused"]]
+def _some_refuse(
+    name: str, reports: Mapping[int, RankReport], rank_names: RankNames
+) -> Finding | None:
+    ranks = [rank for rank in sorted(reports) if name in reports[rank]["refused"]]
     if not ranks:
         return None
     return Finding(
         "collectives",
         "fail",
-        f"{name} fails on {roll.names(ranks)}: {accounts[ranks[0]]['refused'][name]}",
+        f"{name} fails on {rank_names.names(ranks)}: {reports[ranks[0]]['refused'][name]}",
         cause="the ranks do not have the same libraries, or one of them is broken",
         cure="install the same torch on every machine",
         ranks=tuple(ranks),
-        hosts=roll.hosts_of(ranks),
+        hosts=rank_names.hosts_of(ranks),
     )
 
 

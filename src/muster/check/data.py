@@ -1,4 +1,4 @@
-"""Step 9: whether the recipe's data is read as fast as its model asks for it."""
+"""Step 9: whether the recipe's data is read as fast as its model consumes it."""
 
 from __future__ import annotations
 
@@ -13,48 +13,51 @@ from typing import TYPE_CHECKING
 import torch
 
 from muster import runs
-from muster.check.findings import SLOW, TOO_SLOW, Finding, Roll, Status
-from muster.check.seat import Account, Seat
+from muster.check.context import RankContext, RankReport
+from muster.check.findings import SLOW, TOO_SLOW, Finding, RankNames, Status
 from muster.recipe.load import load
 
 if TYPE_CHECKING:
     from muster.data.loader import Batch
-    from muster.train.loop import Job
+    from muster.train.job import Job
 
-STEPS = 6  # of the model; the first two make it ready
+STEPS = 6  # of the model; the first two are warm-up
 READ_S = 3.0
-MOST_READ = 64  # batches
+MAX_BATCHES = 64  # batches
 INDEX_S = 600.0
 
 QUIET = ["logging.tensorboard=false", "checkpoint.resume=auto", "checkpoint.every_steps=null"]
 
 
-def measure(seat: Seat) -> Account:
-    """Optimizer steps per second that the loader could feed, and that the model could take."""
-    from muster.worker.prepare import look, prepare  # all of training; not every check needs it
+def measure(context: RankContext) -> RankReport:
+    """Optimizer steps per second, of the loader and of the model."""
+    from muster.worker.prepare import (  # imports all of training; not every check needs it
+        open_task,
+        prepare,
+    )
 
-    options = seat.options
+    options = context.options
     recipe = load(options.recipe or "", [*options.overrides, *QUIET])
-    task = look(recipe, seat.place.world)
-    seat.meet("indexed", INDEX_S)  # one host may have to read all audio first, another not
+    task = open_task(recipe)
+    context.barrier("indexed", INDEX_S)  # one host may have to read all audio first, another not
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "ranks").mkdir()
-        job = prepare(recipe, seat.mesh, runs.Run(Path(folder)), task)
+        job = prepare(recipe, context.mesh, runs.Run(Path(folder)), task)
         kept, read = _read(job)
-        seat.mesh.barrier()
-        taken = _take(job, kept)
+        context.mesh.barrier()
+        trained = _train(job, kept)
         job.observer.close()
     return {
         "read_per_s": read,
-        "taken_per_s": taken,
+        "taken_per_s": trained,
         "samples": recipe.training.global_batch_size,
         "workers": job.loader.workers,
-        "gpu": seat.mesh.device.type == "cuda",
+        "gpu": context.mesh.device.type == "cuda",
     }
 
 
 def _read(job: Job) -> tuple[list[list[Batch]], float]:
-    """Batches as training gets them, with nobody computing beside."""
+    """Batches as training gets them, without a model computing at the same time."""
     kept: list[list[Batch]] = []
     batches = job.loader.steps(0, max(job.steps, STEPS))
     started, count = time.perf_counter(), 0
@@ -63,21 +66,21 @@ def _read(job: Job) -> tuple[list[list[Batch]], float]:
         passed = time.perf_counter() - started
         if len(kept) < STEPS:
             kept.append(batch)
-        elif passed > READ_S or count == MOST_READ:
+        elif passed > READ_S or count == MAX_BATCHES:
             break
     batches.close()  # type: ignore[attr-defined]
     return kept, count / passed
 
 
-def _take(job: Job, kept: list[list[Batch]]) -> float:
-    """The loop's own step on batches that lie ready."""
+def _train(job: Job, kept: list[list[Batch]]) -> float:
+    """The training loop's own step on batches that are already loaded."""
     for part in job.engine.parts:
         part.train()
     times = []
     for batches in kept:
         started = time.perf_counter()
         units, _ = job.mesh.sum(sum(batch.units for batch in batches))
-        job.engine.accumulate(batches, replace(job.work, scale=job.scale.value / units))
+        job.engine.accumulate(batches, replace(job.functions, scale=job.scale.value / units))
         job.engine.clip_(job.recipe.training.max_grad_norm, job.scale.value)
         job.engine.step(job.recipe.training.lr)
         job.engine.zero_grad()
@@ -87,34 +90,34 @@ def _take(job: Job, kept: list[list[Batch]]) -> float:
     return 1 / statistics.median(times[2:] or times)
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
-    """The slowest reader sets the pace of all; the model's pace is the slowest rank's too."""
-    slowest = min(accounts, key=lambda rank: accounts[rank]["read_per_s"])
-    said = accounts[slowest]
-    wanted = min(account["taken_per_s"] for account in accounts.values())
-    ratio = said["read_per_s"] / wanted
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
+    """The slowest rank counts, for the loader and for the model."""
+    slowest = min(reports, key=lambda rank: reports[rank]["read_per_s"])
+    report = reports[slowest]
+    wanted = min(report["taken_per_s"] for report in reports.values())
+    ratio = report["read_per_s"] / wanted
     figures = {
-        "read_samples_per_s": said["read_per_s"] * said["samples"],
-        "model_samples_per_s": wanted * said["samples"],
+        "read_samples_per_s": report["read_per_s"] * report["samples"],
+        "model_samples_per_s": wanted * report["samples"],
     }
-    words = (
+    message = (
         f"read {figures['read_samples_per_s']:.3g} samples/s, the model takes "
         f"{figures['model_samples_per_s']:.3g}"
     )
     if ratio >= SLOW:
-        return [Finding("data", "ok", f"enough: {words}", figures=figures)]
+        return [Finding("data", "ok", f"enough: {message}", figures=figures)]
     status: Status = "fail" if ratio < 1 / TOO_SLOW else "warn"
     return [
         Finding(
             "data",
             status,
-            f"not enough: {words}; the slowest reader is {roll.name(slowest)}",
-            cause=f"decoding on {said['workers']} thread(s) per rank, or the storage, is slower than the "
+            f"not enough: {message}; the slowest rank is {rank_names.name(slowest)}",
+            cause=f"decoding on {report['workers']} thread(s) per rank, or the storage, is slower than the "
             "model",
             cure="raise data.workers if cores are free, put the data on a local disk, or store it "
             "decoded or at the model's sampling rate",
             ranks=(slowest,),
-            hosts=roll.hosts_of([slowest]),
+            hosts=rank_names.hosts_of([slowest]),
             figures=figures,
         )
     ]

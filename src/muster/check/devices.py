@@ -1,4 +1,4 @@
-"""Step 2: devices enough for the ranks, what masks hide, and who else is on them."""
+"""Step 2: enough devices for the ranks, GPUs hidden by a mask, and other processes on them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any
 
 import psutil
 
-from muster.check.findings import Finding, Roll, Status
-from muster.check.seat import Account, Seat
+from muster.check.context import RankContext, RankReport
+from muster.check.findings import Finding, RankNames, Status
 from muster.hardware.inventory import Inventory
 
 SAMPLE_S = 0.3
-BUSY = 0.5  # of a core: another program, not the system's own bookkeeping
+BUSY = 0.5  # of a core: another program, not a background service
 FREE_SHARE = 0.9  # of a GPU's memory; the driver itself takes a few percent
 
 
-def measure(seat: Seat) -> Account:
-    """One rank of each host speaks for it; ranks hold no GPU yet, so whoever computes is a stranger."""
-    if seat.place.local_rank:
+def measure(context: RankContext) -> RankReport:
+    """Local rank 0 reports for its host. No rank uses a GPU yet, so any process on one is another job's."""
+    if context.rank_info.local_rank:
         return {}
-    found = seat.inventory
-    return describe(found) | {"competitors": [] if found.gpus else competitors()}
+    found = context.inventory
+    return device_report(found) | {"competitors": [] if found.gpus else competitors()}
 
 
-def describe(found: Inventory) -> Account:
+def device_report(found: Inventory) -> RankReport:
     return {
-        "words": found.describe(),
+        "devices": found.describe(),
         "gpus": [
             {
                 "index": gpu.index,
@@ -42,12 +42,12 @@ def describe(found: Inventory) -> Account:
         "hidden": found.describe_hidden(),
         "hidden_gpus": len(found.hidden),
         "cpus": found.cpus,
-        "cpu_words": found.cpu.describe() if found.cpu else f"{found.cpus} CPU cores",
+        "cpu": found.cpu.describe() if found.cpu else f"{found.cpus} CPU cores",
     }
 
 
 def competitors() -> list[str]:
-    """Processes that keep a core busy while every rank waits."""
+    """Other processes that keep a core busy while all ranks wait."""
     before = _times()
     time.sleep(SAMPLE_S)
     found = []
@@ -68,7 +68,7 @@ def _times() -> dict[psutil.Process, float]:
 
 
 def name(pid: int) -> str:
-    """A container may not see the process that the driver names."""
+    """In a container, the process that the driver names may not be visible."""
     try:
         process = psutil.Process(pid)
         return f"{process.name()} (pid {pid}, user {process.username()})"
@@ -76,31 +76,33 @@ def name(pid: int) -> str:
         return f"pid {pid}"
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
     found: list[Finding] = []
-    for host, ranks in roll.hosts().items():
-        said = next((accounts[rank] for rank in ranks if accounts[rank]), None)
-        if said is None:
-            continue  # no local rank 0: the next step says so
-        found += _gpu_host(host, ranks, said) if said["gpus"] else _cpu_host(host, ranks, said)
+    for host, ranks in rank_names.hosts().items():
+        report = next((reports[rank] for rank in ranks if reports[rank]), None)
+        if report is None:
+            continue  # no local rank 0: the ranks step reports it
+        found += (
+            _gpu_host(host, ranks, report) if report["gpus"] else _cpu_host(host, ranks, report)
+        )
     return found
 
 
-def _gpu_host(host: str, ranks: list[int], said: Account) -> list[Finding]:
+def _gpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
     here: dict[str, Any] = {"ranks": tuple(ranks), "hosts": (host,)}
-    gpus, found = said["gpus"], []
-    hidden = f"; {', '.join(said['hidden'])}" if said["hidden"] else ""
+    gpus, found = report["gpus"], []
+    hidden = f"; {', '.join(report['hidden'])}" if report["hidden"] else ""
     if len(ranks) > len(gpus):
         found.append(
             Finding(
                 "devices",
                 "fail",
-                f"{host}: {len(ranks)} ranks, but {said['words']}{hidden}",
+                f"{host}: {len(ranks)} ranks, but {report['devices']}{hidden}",
                 cause="a mask hides GPUs that are there"
-                if said["hidden"]
+                if report["hidden"]
                 else "more ranks were asked for than the machine has GPUs",
                 cure="unset or widen the mask, or start one rank per visible GPU"
-                if said["hidden"]
+                if report["hidden"]
                 else f"start {len(gpus)} rank(s) there (--gpus, --nproc_per_node)",
                 **here,
             )
@@ -116,25 +118,25 @@ def _gpu_host(host: str, ranks: list[int], said: Account) -> list[Finding]:
                 **here,
             )
         )
-    elif said["hidden"]:
-        found.append(_masked(host, said, "note", here))
+    elif report["hidden"]:
+        found.append(_masked(host, report, "note", here))
     for gpu in gpus[: len(ranks)]:
         found += _gpu(host, gpu, here)
-    return found or [Finding("devices", "ok", f"{host}: {said['words']}", **here)]
+    return found or [Finding("devices", "ok", f"{host}: {report['devices']}", **here)]
 
 
-def _masked(host: str, said: Account, status: Status, here: dict[str, Any]) -> Finding:
+def _masked(host: str, report: RankReport, status: Status, here: dict[str, Any]) -> Finding:
     return Finding(
         "devices",
         status,
-        f"{host}: {said['words']}; {', '.join(said['hidden'])}",
-        cause="the variable leaves them out for this process and all it starts",
+        f"{host}: {report['devices']}; {', '.join(report['hidden'])}",
+        cause="the variable hides them from this process and all its children",
         cure="unset it to use every GPU",
         **here,
     )
 
 
-def _gpu(host: str, gpu: Account, here: dict[str, Any]) -> list[Finding]:
+def _gpu(host: str, gpu: RankReport, here: dict[str, Any]) -> list[Finding]:
     found, label = [], f"{host}: GPU {gpu['index']}"
     if gpu["pids"]:
         found.append(
@@ -142,7 +144,7 @@ def _gpu(host: str, gpu: Account, here: dict[str, Any]) -> list[Finding]:
                 "devices",
                 "warn",
                 f"{label} is in use by {', '.join(name(pid) for pid in gpu['pids'])}",
-                cause="another job computes there, or a killed one left a process behind",
+                cause="another job runs on it, or a killed job left a process",
                 cure="wait for it or end it; or leave that GPU out with CUDA_VISIBLE_DEVICES",
                 **here,
             )
@@ -154,7 +156,7 @@ def _gpu(host: str, gpu: Account, here: dict[str, Any]) -> list[Finding]:
                 "warn",
                 f"{label} has {gpu['free_gib']:.1f} of {gpu['memory_gib']:.1f} GiB free",
                 cause="memory is held by a process that this user or container cannot see",
-                cure="look with `nvidia-smi` outside the container; restart the machine if nobody owns it",
+                cure="look with `nvidia-smi` outside the container; restart the machine if no process holds it",
                 **here,
             )
         )
@@ -175,32 +177,32 @@ def _gpu(host: str, gpu: Account, here: dict[str, Any]) -> list[Finding]:
     return found
 
 
-def _cpu_host(host: str, ranks: list[int], said: Account) -> list[Finding]:
+def _cpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
     here: dict[str, Any] = {"ranks": tuple(ranks), "hosts": (host,)}
     found = []
-    if said["hidden"]:
-        found.append(_masked(host, said, "warn", here))
-    if len(ranks) > said["cpus"]:
+    if report["hidden"]:
+        found.append(_masked(host, report, "warn", here))
+    if len(ranks) > report["cpus"]:
         found.append(
             Finding(
                 "devices",
                 "warn",
-                f"{host}: {len(ranks)} ranks share {said['cpu_words']}",
+                f"{host}: {len(ranks)} ranks share {report['cpu']}",
                 cause="more ranks were asked for than there are cores, so they wait for each other",
-                cure=f"start at most {said['cpus']} rank(s) there",
+                cure=f"start at most {report['cpus']} rank(s) there",
                 **here,
             )
         )
-    if said["competitors"]:
+    if report["competitors"]:
         found.append(
             Finding(
                 "devices",
                 "warn",
-                f"{host}: others keep its cores busy: {'; '.join(said['competitors'][:3])}",
-                cause="programs beside the training take time from its ranks",
+                f"{host}: other processes keep its cores busy: {'; '.join(report['competitors'][:3])}",
+                cause="other programs take CPU time from the ranks",
                 cure="end them, or keep them off the ranks' cores (taskset, a cgroup)",
                 **here,
             )
         )
-    words = f"{host}: no GPU, {len(ranks)} CPU rank(s) on {said['cpu_words']}"
-    return found or [Finding("devices", "ok", words, **here)]
+    message = f"{host}: no GPU, {len(ranks)} CPU rank(s) on {report['cpu']}"
+    return found or [Finding("devices", "ok", message, **here)]

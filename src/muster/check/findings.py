@@ -10,7 +10,7 @@ from typing import Any, Literal
 Status = Literal["ok", "note", "warn", "fail"]
 
 # One rule for whatever is too slow. All ranks wait for the slowest, so a rank (or its data) at 1/1.15
-# of the others' speed costs 13 % of every device; at 1/1.5, a third of them might as well be sold.
+# of the others' speed costs 13 % of every device; at 1/1.5, a third.
 SLOW, TOO_SLOW = 1.15, 1.5
 
 
@@ -29,7 +29,7 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.status in ("warn", "fail") and not (self.cause and self.cure):
-            raise ValueError(f"a complaint needs a cause and a cure: {self.words}")
+            raise ValueError(f"a warning or failure needs a cause and a cure: {self.words}")
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class Report:
         return {"fit": self.fit, "verdict": self.verdict, **asdict(self)}
 
 
-class Roll:
-    """Who signed in, by rank."""
+class RankNames:
+    """The registered ranks and their hosts."""
 
-    def __init__(self, arrived: Mapping[int, dict[str, Any]]) -> None:
-        self.arrived = dict(arrived)
+    def __init__(self, registered: Mapping[int, dict[str, Any]]) -> None:
+        self.registered = dict(registered)
         names: dict[str, set[Any]] = {}
-        for said in self.arrived.values():
-            names.setdefault(said["host"], set()).add(said["net"])
+        for report in self.registered.values():
+            names.setdefault(report["host"], set()).add(report["net"])
         self._shared_names = {name for name, nets in names.items() if len(nets) > 1}
 
     def host(self, rank: int) -> str:
         """Its name; where two machines have one name, with the address."""
-        said = self.arrived.get(rank)
-        if said is None:
+        report = self.registered.get(rank)
+        if report is None:
             return "an unknown host"
-        shared = said["host"] in self._shared_names
-        return f"{said['host']} ({said['address']})" if shared else str(said["host"])
+        shared = report["host"] in self._shared_names
+        return f"{report['host']} ({report['address']})" if shared else str(report["host"])
 
     def name(self, rank: int) -> str:
         return f"rank {rank} on {self.host(rank)}"
@@ -83,7 +83,7 @@ class Roll:
     def hosts(self) -> dict[str, list[int]]:
         """The ranks on each host, in order."""
         found: dict[str, list[int]] = {}
-        for rank in sorted(self.arrived):
+        for rank in sorted(self.registered):
             found.setdefault(self.host(rank), []).append(rank)
         return found
 
@@ -91,8 +91,8 @@ class Roll:
         return tuple(dict.fromkeys(self.host(rank) for rank in ranks))
 
 
-def odd_ones_out(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]]:
-    """What most ranks say (rank 0's word breaks a tie), and the ranks that say otherwise."""
+def find_outliers(values: Mapping[int, Hashable]) -> tuple[Hashable, list[int]]:
+    """The most common value (rank 0's in a tie), and the ranks that have another one."""
     counts = Counter(values[rank] for rank in sorted(values))
     usual = counts.most_common(1)[0][0]
     return usual, [rank for rank in sorted(values) if values[rank] != usual]

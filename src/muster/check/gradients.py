@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.check.findings import Finding, Roll, odd_ones_out
-from muster.check.seat import Account, Seat
+from muster.check.context import RankContext, RankReport
+from muster.check.findings import Finding, RankNames, find_outliers
 from muster.parallel.mesh import Mesh
 
 PER_RANK = 8  # samples
@@ -21,13 +21,13 @@ TOLERANCE = 1e-5
 
 
 def build() -> nn.Module:
-    """The same weights wherever torch draws the same numbers."""
+    """The same weights on every rank where torch's random numbers are the same."""
     torch.manual_seed(20240501)
     return nn.Sequential(nn.Linear(24, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, 8))
 
 
-def measure(seat: Seat) -> Account:
-    mesh = seat.mesh
+def measure(context: RankContext) -> RankReport:
+    mesh = context.mesh
     model = build().to(mesh.device)
     drawn = digest(model)
     engine: nn.Module = model
@@ -56,7 +56,7 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _distance(model: nn.Module, alone: nn.Module) -> float:
-    """Between the two gradients, relative to the length of the right one."""
+    """Between the two gradients, relative to the norm of the reference."""
     apart = size = 0.0
     for ours, right in zip(model.parameters(), alone.parameters(), strict=True):
         assert ours.grad is not None
@@ -73,44 +73,51 @@ def digest(model: nn.Module) -> str:
     return total.hexdigest()[:16]
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
     found = []
     for key, moment, cause, cure in (
         (
             "drawn",
-            "draws other weights from the same seed",
+            "initializes other weights from the same seed",
             "its torch or its random numbers differ from the others'",
             "install the same torch on every machine, and seed before the model is built",
         ),
         (
             "synced",
-            "still holds other weights after DDP has sent rank 0's to all",
-            "the broadcast at DDP's start did not reach it, or something changes weights there",
+            "has other weights after DDP has broadcast rank 0's",
+            "DDP's initial broadcast did not reach it, or something changes its weights",
             "see the collectives above; look for ECC errors of its device",
         ),
     ):
-        _, odd = odd_ones_out({rank: said[key] for rank, said in accounts.items()})
+        _, odd = find_outliers({rank: report[key] for rank, report in reports.items()})
         if odd:
-            words = f"{roll.names(odd)} {moment}"
-            found.append(_fail(words, cause, cure, odd, roll))
-    wrong = [rank for rank in sorted(accounts) if not accounts[rank]["distance"] < TOLERANCE]
-    worst = max(accounts, key=lambda rank: accounts[rank]["distance"])
-    figures = {"distance": accounts[worst]["distance"]}
+            message = f"{rank_names.names(odd)} {moment}"
+            found.append(_fail(message, cause, cure, odd, rank_names))
+    wrong = [rank for rank in sorted(reports) if not reports[rank]["distance"] < TOLERANCE]
+    worst = max(reports, key=lambda rank: reports[rank]["distance"])
+    figures = {"distance": reports[worst]["distance"]}
     if wrong:
-        words = (
-            f"gradients on {roll.names(wrong)} differ from those of one process over the whole batch "
-            f"by {figures['distance']:.1e} of their length (up to {TOLERANCE:.0e} is rounding)"
+        message = (
+            f"gradients on {rank_names.names(wrong)} differ from those of one process over the whole batch "
+            f"by {figures['distance']:.1e} of their norm (up to {TOLERANCE:.0e} is rounding)"
         )
         cause = "gradients are not averaged over all ranks, or start from other weights"
-        cure = "mend what the steps above name; then torch itself is to blame: reinstall it"
-        found.append(_fail(words, cause, cure, wrong, roll))
+        cure = "fix what the steps above report; if nothing, reinstall torch"
+        found.append(_fail(message, cause, cure, wrong, rank_names))
     if found:
         return found
-    words = f"as of one process over the whole batch, to {figures['distance']:.1e}"
-    return [Finding("gradients", "ok", words, figures=figures)]
+    message = f"as of one process over the whole batch, to {figures['distance']:.1e}"
+    return [Finding("gradients", "ok", message, figures=figures)]
 
 
-def _fail(words: str, cause: str, cure: str, ranks: list[int], roll: Roll) -> Finding:
+def _fail(message: str, cause: str, cure: str, ranks: list[int], rank_names: RankNames) -> Finding:
     return Finding(
-        "gradients", "fail", words, cause, cure, tuple(ranks), roll.hosts_of(ranks), figures={}
+        "gradients",
+        "fail",
+        message,
+        cause,
+        cure,
+        tuple(ranks),
+        rank_names.hosts_of(ranks),
+        figures={},
     )

@@ -1,4 +1,4 @@
-"""Step 7: how fast ranks talk, pair by pair and all together, against what the hardware should give."""
+"""Step 7: bandwidth between each pair of ranks and of an all-reduce, against the hardware's rates."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.check.findings import Finding, Roll
-from muster.check.seat import Account, Seat, own_address
+from muster.check.context import RankContext, RankReport, own_address
+from muster.check.findings import Finding, RankNames
 from muster.hardware.inventory import Inventory
-from muster.parallel.collectives import bus_share
 from muster.parallel.mesh import Mesh
-from muster.parallel.pairs import one_way, opponents, tell
-from muster.parallel.repeats import repeat
+from muster.probes.collectives import bus_share
+from muster.probes.pairs import agree_on_count, one_way, round_robin
+from muster.probes.repeats import repeat
 
-LEAST_REPEATS, MOST_REPEATS = 4, 24  # the best one counts: loopback and busy hosts stumble often
+LEAST_REPEATS, MOST_REPEATS = 4, 24  # the best one counts: loopback and busy hosts vary a lot
 ALL_PAIRS_S = 8.0
 # NCCL reaches 75-90 % of a link's rate, gloo about half of a fast network's; below a third, something
-# other than the protocol is in the way.
+# other than the protocol limits it.
 SHARE = 1 / 3
-# Through gloo on one machine a byte is copied about four times, by two processes that also wrap it in
+# Through gloo on one machine a byte is copied about four times, by two processes, and sent through
 # loopback TCP. Less than a tenth of plain copying is slow even so.
 COPY_SHARE = 1 / 20
-OF_THE_MEDIAN = 1 / 2  # a pair this far below others of its kind is not like them
+OF_THE_MEDIAN = 1 / 2  # a pair this far below the median of its kind is slow
 NVLINK_GB_S, BLACKWELL_GB_S = 25.0, 50.0  # one link, one direction
 PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
 
 
-def measure(seat: Seat) -> Account:
+def measure(context: RankContext) -> RankReport:
     """GB/s (10⁹ bytes): `pairs` with each rank, `all_reduce` as bus bandwidth."""
-    mesh = seat.mesh
+    mesh = context.mesh
     block = torch.ones((64 if mesh.device.type == "cuda" else 4) << 18, device=mesh.device)
     seconds, pairs = min(0.4, ALL_PAIRS_S / mesh.world), {}
-    for other in opponents(mesh.rank, mesh.world):
+    for other in round_robin(mesh.rank, mesh.world):
         mesh.barrier()
         if other is not None:
-            act = partial(_there_and_back, block, mesh.rank, other)
-            took = _best(mesh, act, seconds, partial(tell, other))
+            act = partial(_round_trip, block, mesh.rank, other)
+            took = _best(mesh, act, seconds, partial(agree_on_count, other))
             pairs[str(other)] = 2 * block.nbytes / took / 1e9
     mesh.barrier()
-    place = seat.place
-    hardware = describe(mesh, place.address, seat.inventory, place.local_world)
+    rank_info = context.rank_info
+    hardware = link_report(mesh, rank_info.address, context.inventory, rank_info.local_world)
     wide = block.repeat(4)
     mesh.barrier()
     took = _best(mesh, lambda: dist.all_reduce(wide), 0.4, lambda count: dist.broadcast(count, 0))
@@ -54,7 +54,7 @@ def measure(seat: Seat) -> Account:
     return {"pairs": pairs, "all_reduce": bus, **hardware}
 
 
-def describe(mesh: Mesh, address: str, found: Inventory, sharing: int) -> Account:
+def link_report(mesh: Mesh, address: str, found: Inventory, sharing: int) -> RankReport:
     """What this rank's hardware should give, GB/s: `copy` in memory, `network` of the interface
     towards `address` where `sharing` ranks of this host use it at once, `rates` to each GPU of this
     host."""
@@ -68,7 +68,7 @@ def describe(mesh: Mesh, address: str, found: Inventory, sharing: int) -> Accoun
 
 
 def _copy_speed() -> float:
-    """Of one thread, in a block too large for caches: what a byte on its way to another process costs."""
+    """Of one thread, in a block larger than the caches: what sending a byte to another process costs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     block = torch.ones(64 << 18)  # 64 MiB
@@ -81,22 +81,25 @@ def _copy_speed() -> float:
     return block.nbytes / min(times) / 1e9
 
 
-def _there_and_back(block: Tensor, rank: int, other: int) -> None:
-    word = block[:1].clone()
+def _round_trip(block: Tensor, rank: int, other: int) -> None:
+    ack = block[:1].clone()
     for sender in (min(rank, other), max(rank, other)):
-        one_way(block, word, sender, rank + other - sender)
+        one_way(block, ack, sender, rank + other - sender)
 
 
 def _best(
-    mesh: Mesh, act: Callable[[], object], seconds: float, tell: Callable[[Tensor], object]
+    mesh: Mesh,
+    act: Callable[[], object],
+    seconds: float,
+    agree_on_count: Callable[[Tensor], object],
 ) -> float:
-    """The fastest of as many as fit into `seconds`."""
+    """The fastest of the calls that fit into `seconds`."""
     least, most = LEAST_REPEATS, MOST_REPEATS
-    return min(repeat(mesh.device, act, tell, seconds=seconds, least=least, most=most))
+    return min(repeat(mesh.device, act, agree_on_count, seconds=seconds, least=least, most=most))
 
 
 def interface_speed(address: str) -> float | None:
-    """GB/s of the interface with this address; None where the system does not say."""
+    """GB/s of the interface with this address; None where the system does not report it."""
     for name, known in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in known):
             state = psutil.net_if_stats().get(name)
@@ -116,82 +119,88 @@ def gpu_rates(found: Inventory, index: int) -> dict[int, float]:
         if (min(index, other.index), max(index, other.index)) in found.links:
             one = BLACKWELL_GB_S if any(f"B{n}00" in mine.name for n in (1, 2, 3)) else NVLINK_GB_S
             peers = 1 if found.nvswitch else sum(index in pair for pair in found.links)
-            rates[other.index] = one * max(1, mine.nvlinks // peers)  # bridges are shared out
+            rates[other.index] = one * max(1, mine.nvlinks // peers)  # split over the peers
         elif all(pcie):
             speeds = [PCIE_GB_S.get(p.best_generation, 0.0) * p.width for p in pcie if p]
             rates[other.index] = min(speeds)
     return rates
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
     speeds = {
         (a, int(b)): speed
-        for a in sorted(accounts)
-        for b, speed in accounts[a]["pairs"].items()
+        for a in sorted(reports)
+        for b, speed in reports[a]["pairs"].items()
         if a < int(b)
     }
     if not speeds:
         return [Finding("links", "ok", "one rank: no links to measure")]
-    bus = min(said["all_reduce"] for said in accounts.values())
+    bus = min(report["all_reduce"] for report in reports.values())
     figures = {"slowest_pair_gb_s": min(speeds.values()), "all_reduce_gb_s": bus}
-    floors = {pair: _floor(pair, accounts, roll) for pair in speeds}
-    slow = slow_pairs(speeds, accounts, roll)
-    found = [_complaint(list(slow), speeds, accounts, roll)] if slow else []
+    floors = {pair: _floor(pair, reports, rank_names) for pair in speeds}
+    slow = slow_pairs(speeds, reports, rank_names)
+    found = [_slow_finding(list(slow), speeds, reports, rank_names)] if slow else []
     known = [floor for floor in floors.values() if floor]
     if known and bus < min(known) / 2:
-        found.append(_slow_together(bus, min(known), figures))
+        found.append(_slow_all_reduce(bus, min(known), figures))
     if found:
         return found
     low, high = min(speeds.values()), max(speeds.values())
     pairs = f"{low:.3g}" if len(speeds) == 1 else f"{low:.3g} to {high:.3g}"
-    words = f"pairs {pairs} GB/s, all-reduce {bus:.3g} GB/s; {_hardware(accounts, roll)}"
-    return [Finding("links", "ok", words, figures=figures)]
+    message = f"pairs {pairs} GB/s, all-reduce {bus:.3g} GB/s; {_hardware(reports, rank_names)}"
+    return [Finding("links", "ok", message, figures=figures)]
 
 
 def slow_pairs(
-    speeds: Mapping[tuple[int, int], float], accounts: Mapping[int, Account], roll: Roll
+    speeds: Mapping[tuple[int, int], float],
+    reports: Mapping[int, RankReport],
+    rank_names: RankNames,
 ) -> dict[tuple[int, int], str]:
-    """Those well below what their hardware should give, or below others of their kind; and why they
-    count as slow. `accounts` are those of `describe`."""
-    medians, found = _medians(speeds, roll), {}
+    """Pairs well below their hardware's rate, or below the median of their kind; and why they count as
+    slow. `reports` are those of `link_report`."""
+    medians, found = _medians(speeds, rank_names), {}
     for pair, speed in speeds.items():
-        rate, usual = _rate(pair, accounts, roll), medians.get(_near(pair, roll), 0.0)
-        floor = _floor(pair, accounts, roll) or 0.0
+        rate, usual = _rate(pair, reports, rank_names), medians.get(_near(pair, rank_names), 0.0)
+        floor = _floor(pair, reports, rank_names) or 0.0
         if speed < floor:
             found[pair] = f"the hardware has {rate:.3g} GB/s and should give {floor:.3g}"
         elif speed < usual * OF_THE_MEDIAN:
-            kind = "within a host" if _near(pair, roll) else "between hosts"
+            kind = "within a host" if _near(pair, rank_names) else "between hosts"
             found[pair] = f"the median {kind} is {usual:.3g} GB/s"
     return found
 
 
-def _near(pair: tuple[int, int], roll: Roll) -> bool:
-    return roll.host(pair[0]) == roll.host(pair[1])
+def _near(pair: tuple[int, int], rank_names: RankNames) -> bool:
+    return rank_names.host(pair[0]) == rank_names.host(pair[1])
 
 
-def _rate(pair: tuple[int, int], accounts: Mapping[int, Account], roll: Roll) -> float | None:
-    """What the hardware should give this pair, GB/s; None where nothing says."""
-    both = [accounts[rank] for rank in pair]
-    if not _near(pair, roll):
-        speeds = [said["network"] for said in both]
+def _rate(
+    pair: tuple[int, int], reports: Mapping[int, RankReport], rank_names: RankNames
+) -> float | None:
+    """What the hardware should give this pair, GB/s; None where it is unknown."""
+    both = [reports[rank] for rank in pair]
+    if not _near(pair, rank_names):
+        speeds = [report["network"] for report in both]
         return None if None in speeds else min(speeds)
     if both[0]["gpu"]:
-        return both[0]["rates"].get(str(roll.arrived[pair[1]]["local_rank"]))
-    return min(said["copy"] for said in both)
+        return both[0]["rates"].get(str(rank_names.registered[pair[1]]["local_rank"]))
+    return min(report["copy"] for report in both)
 
 
-def _floor(pair: tuple[int, int], accounts: Mapping[int, Account], roll: Roll) -> float | None:
-    rate = _rate(pair, accounts, roll)
-    by_copying = _near(pair, roll) and not accounts[pair[0]]["gpu"]
+def _floor(
+    pair: tuple[int, int], reports: Mapping[int, RankReport], rank_names: RankNames
+) -> float | None:
+    rate = _rate(pair, reports, rank_names)
+    by_copying = _near(pair, rank_names) and not reports[pair[0]]["gpu"]
     return rate and rate * (COPY_SHARE if by_copying else SHARE)
 
 
-def _medians(speeds: Mapping[tuple[int, int], float], roll: Roll) -> dict[bool, float]:
+def _medians(speeds: Mapping[tuple[int, int], float], rank_names: RankNames) -> dict[bool, float]:
     """Of pairs within hosts and of pairs between them; two pairs or fewer have no usual speed, even
     where both directions of each are given."""
     kinds: dict[bool, dict[tuple[int, int], float]] = {}
     for pair, speed in speeds.items():
-        kinds.setdefault(_near(pair, roll), {})[pair] = speed
+        kinds.setdefault(_near(pair, rank_names), {})[pair] = speed
     return {
         near: statistics.median(found.values())
         for near, found in kinds.items()
@@ -199,50 +208,50 @@ def _medians(speeds: Mapping[tuple[int, int], float], roll: Roll) -> dict[bool, 
     }
 
 
-def _hardware(accounts: Mapping[int, Account], roll: Roll) -> str:
-    first, last = min(accounts), max(accounts)
-    rate = _rate((first, last), accounts, roll)
-    if not _near((first, last), roll):
+def _hardware(reports: Mapping[int, RankReport], rank_names: RankNames) -> str:
+    first, last = min(reports), max(reports)
+    rate = _rate((first, last), reports, rank_names)
+    if not _near((first, last), rank_names):
         if rate is None:
             return "the network's rate is unknown"
         return f"the network's rate is {rate:.3g} GB/s for each rank of a host"
-    if accounts[first]["gpu"]:
+    if reports[first]["gpu"]:
         return f"the link's rate is {rate:.3g} GB/s" if rate else "the links' rate is unknown"
     return f"copying in memory {rate:.3g} GB/s"
 
 
-def _complaint(
+def _slow_finding(
     slow: list[tuple[int, int]],
     speeds: Mapping[tuple[int, int], float],
-    accounts: Mapping[int, Account],
-    roll: Roll,
+    reports: Mapping[int, RankReport],
+    rank_names: RankNames,
 ) -> Finding:
     shown = []
     for a, b in slow[:6]:
-        rate = _rate((a, b), accounts, roll)
+        rate = _rate((a, b), reports, rank_names)
         of = f" where the hardware has {rate:.3g}" if rate else ""
-        shown.append(f"{roll.name(a)} ↔ {roll.name(b)}: {speeds[a, b]:.3g} GB/s{of}")
+        shown.append(f"{rank_names.name(a)} ↔ {rank_names.name(b)}: {speeds[a, b]:.3g} GB/s{of}")
     more = f"; and {len(slow) - 6} more" if len(slow) > 6 else ""
     ranks = sorted({rank for pair in slow for rank in pair})
     return Finding(
         "links",
         "warn",
         "slow pairs: " + "; ".join(shown) + more,
-        cause="traffic takes another way than it should (PCIe or host memory instead of NVLink, the "
+        cause="traffic takes a slower path than it should (PCIe or host memory instead of NVLink, the "
         "wrong network interface), or shares it with other jobs",
         cure="see `nvidia-smi topo -m`; name the fast interface in NCCL_SOCKET_IFNAME and "
         "GLOO_SOCKET_IFNAME (`muster check --environment` proposes one); on CPUs end what competes",
         ranks=tuple(ranks),
-        hosts=roll.hosts_of(ranks),
+        hosts=rank_names.hosts_of(ranks),
         figures={f"{a}-{b}_gb_s": speeds[a, b] for a, b in slow},
     )
 
 
-def _slow_together(bus: float, floor: float, figures: dict[str, float]) -> Finding:
+def _slow_all_reduce(bus: float, floor: float, figures: dict[str, float]) -> Finding:
     return Finding(
         "links",
         "warn",
-        f"all-reduce runs at {bus:.3g} GB/s though each pair should do at least {floor:.3g}",
+        f"all-reduce runs at {bus:.3g} GB/s though each pair should reach at least {floor:.3g}",
         cause="all ranks at once share one path, or NCCL chose a slow one",
         cure="run with NCCL_DEBUG=INFO and see which transport it names; see `nvidia-smi topo -m`",
         figures=figures,

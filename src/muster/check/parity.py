@@ -17,10 +17,11 @@ from torch import Tensor
 
 from muster import runs
 from muster.observe.results import read_lines
-from muster.parallel.engine import whole
+from muster.parallel.engine import full_tensor
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
-from muster.train.loop import Job, train
+from muster.train.job import Job
+from muster.train.loop import train
 from muster.worker.prepare import prepare
 
 # Another order of the same float32 sums moves a gradient norm by about 1e-7. Each optimizer step
@@ -33,7 +34,7 @@ WEIGHT_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """One way of splitting the work."""
 
     name: str
@@ -48,15 +49,15 @@ def _strategy(name: str, *sizes: str) -> tuple[str, ...]:
 
 
 ROWS = (
-    Row("ddp", _strategy("ddp"), (2, 4)),
-    Row("fsdp", _strategy("fsdp"), (2, 4)),
-    Row("fsdp shard_grad_op", _strategy("fsdp", "fsdp.sharding=shard_grad_op"), (2, 4)),
-    Row("hsdp", _strategy("hsdp"), (4,), multiple=4),
-    Row("zero1", _strategy("zero1"), (2, 4)),
-    Row("zero2", _strategy("zero2"), (2, 4)),
-    Row("zero3", _strategy("zero3"), (2, 4)),
-    Row("tensor", _strategy("tensor"), (2, 4), True),
-    Row(
+    StrategyRow("ddp", _strategy("ddp"), (2, 4)),
+    StrategyRow("fsdp", _strategy("fsdp"), (2, 4)),
+    StrategyRow("fsdp shard_grad_op", _strategy("fsdp", "fsdp.sharding=shard_grad_op"), (2, 4)),
+    StrategyRow("hsdp", _strategy("hsdp"), (4,), multiple=4),
+    StrategyRow("zero1", _strategy("zero1"), (2, 4)),
+    StrategyRow("zero2", _strategy("zero2"), (2, 4)),
+    StrategyRow("zero3", _strategy("zero3"), (2, 4)),
+    StrategyRow("tensor", _strategy("tensor"), (2, 4), True),
+    StrategyRow(
         "tensor, plain",
         _strategy(
             "tensor", "tensor_options.sequence_parallel=false", "tensor_options.loss_parallel=false"
@@ -64,31 +65,35 @@ ROWS = (
         (2,),
         True,
     ),
-    Row("pipeline 1f1b", _strategy("pipeline"), (2, 4), True),
-    Row("pipeline gpipe", _strategy("pipeline", "pipeline_options.schedule=gpipe"), (2,), True),
-    Row(
+    StrategyRow("pipeline 1f1b", _strategy("pipeline"), (2, 4), True),
+    StrategyRow(
+        "pipeline gpipe", _strategy("pipeline", "pipeline_options.schedule=gpipe"), (2,), True
+    ),
+    StrategyRow(
         "pipeline interleaved",
         _strategy("pipeline", "pipeline_options.schedule=interleaved"),
         (2, 4),
         True,
     ),
-    Row(
+    StrategyRow(
         "pipeline zero-bubble",
         _strategy("pipeline", "pipeline_options.schedule=zero-bubble"),
         (2,),
         True,
     ),
-    Row("tensor × ddp", _strategy("tensor", "tensor=2"), (4,), True, 4),
-    Row("tensor × fsdp", _strategy("hybrid", "tensor=2"), (4,), True, 4),
-    Row("pipeline × fsdp", _strategy("hybrid", "pipeline=2"), (4,), True, 4),
-    Row("tensor × pipeline", _strategy("hybrid", "tensor=2", "pipeline=2"), (4,), True, 4),
-    Row("tensor × pipeline × fsdp", _strategy("hybrid", "tensor=2", "pipeline=2"), (8,), True, 8),
+    StrategyRow("tensor × ddp", _strategy("tensor", "tensor=2"), (4,), True, 4),
+    StrategyRow("tensor × fsdp", _strategy("hybrid", "tensor=2"), (4,), True, 4),
+    StrategyRow("pipeline × fsdp", _strategy("hybrid", "pipeline=2"), (4,), True, 4),
+    StrategyRow("tensor × pipeline", _strategy("hybrid", "tensor=2", "pipeline=2"), (4,), True, 4),
+    StrategyRow(
+        "tensor × pipeline × fsdp", _strategy("hybrid", "tensor=2", "pipeline=2"), (8,), True, 8
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Course:
-    """What a short training did."""
+class TrainingCurve:
+    """Losses, gradient norms and final weights of a short training."""
 
     losses: list[float]
     norms: list[float]
@@ -96,8 +101,8 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Distance:
-    """The largest relative difference between two courses."""
+class CurveDistance:
+    """The largest relative difference between two training curves."""
 
     loss: float
     norm: float
@@ -108,13 +113,13 @@ class Distance:
         return max(self.loss, self.norm) < TOLERANCE and self.weights < WEIGHT_TOLERANCE
 
 
-def distance(one: Course, other: Course) -> Distance:
+def distance(one: TrainingCurve, other: TrainingCurve) -> CurveDistance:
     if set(one.weights) != set(other.weights):
         odd = sorted(set(one.weights) ^ set(other.weights))
-        raise ValueError(f"the courses hold different weights: {', '.join(odd[:5])}")
+        raise ValueError(f"the training curves have different weights: {', '.join(odd[:5])}")
     apart = sum(float((one.weights[n] - other.weights[n]).square().sum()) for n in one.weights)
     size = sum(float(w.square().sum()) for w in one.weights.values())
-    return Distance(
+    return CurveDistance(
         _relative(one.losses, other.losses),
         _relative(one.norms, other.norms),
         (apart / size) ** 0.5,
@@ -128,7 +133,7 @@ def _relative(one: Sequence[float], other: Sequence[float]) -> float:
     return float(((a - b).abs() / a.abs()).max())
 
 
-def course(recipe: Recipe, mesh: Mesh, folder: Path) -> Course:
+def training_curve(recipe: Recipe, mesh: Mesh, folder: Path) -> TrainingCurve:
     """Train to the end, as a worker does, in a run directory that is thrown away."""
     run = runs.Run(folder)
     if mesh.first:
@@ -140,20 +145,20 @@ def course(recipe: Recipe, mesh: Mesh, folder: Path) -> Course:
     weights = whole_weights(job)
     mesh.barrier()
     lines = read_lines(folder / "metrics.jsonl")
-    return Course([x["loss"] for x in lines], [x["grad_norm"] for x in lines], weights)
+    return TrainingCurve([x["loss"] for x in lines], [x["grad_norm"] for x in lines], weights)
 
 
 def whole_weights(job: Job) -> dict[str, Tensor]:
-    """Every parameter by its name, put together from all ranks, on every rank. For small models."""
-    mine = {name: whole(t).cpu() for name, t in job.engine.state()["model"].items()}
+    """Every parameter by name, gathered from all ranks, on every rank. For small models."""
+    mine = {name: full_tensor(t).cpu() for name, t in job.engine.state()["model"].items()}
     found: dict[str, Tensor] = {}
     for theirs in job.mesh.gather(mine) if job.mesh.layout.pipeline > 1 else [mine]:
         found |= theirs
     return found
 
 
-def rows_for(world: int, rows: Iterable[Row] = ROWS) -> list[Row]:
-    """Those that `world` ranks can be split into; a 3-D layout stands for its 2-D one."""
+def rows_for(world: int, rows: Iterable[StrategyRow] = ROWS) -> list[StrategyRow]:
+    """The layouts that `world` ranks allow; a 3-D layout covers its 2-D one."""
     found = [row for row in rows if world % row.multiple == 0]
     return [row for row in found if row.name != "tensor × pipeline" or world % 8]
 
@@ -173,5 +178,5 @@ def short_recipe(overrides: Sequence[str]) -> list[str]:
     ]
 
 
-def describe(name: str, world: int, found: Distance) -> dict[str, Any]:
+def result_line(name: str, world: int, found: CurveDistance) -> dict[str, Any]:
     return {"strategy": name, "ranks": world, **vars(found), "agrees": found.small}

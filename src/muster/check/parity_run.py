@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from muster.check.parity import Course, course, describe, distance, rows_for, short_recipe
+from muster.check.parity import (
+    TrainingCurve,
+    distance,
+    result_line,
+    rows_for,
+    short_recipe,
+    training_curve,
+)
 from muster.errors import LaunchError, MusterError
 from muster.hardware import inventory
 from muster.launch import cluster
@@ -23,14 +30,16 @@ SMALL = ["training.global_batch_size=16", "data.sequence_length=64", "data.pool_
 
 
 def run_parity(recipe: str, ranks: int | None, only: str | None = None) -> list[dict[str, Any]]:
-    """One line per strategy that these ranks can carry, measured against one process.
+    """One line per strategy that this number of ranks allows, compared with one process.
 
     `only` keeps the rows whose name begins so.
     """
     found = inventory.detect()
-    ranks = ranks or max(2, len(found.gpus))
-    if found.gpus and ranks > len(found.gpus):
-        raise LaunchError(f"--gpus {ranks}, but this machine offers {found.describe()}")
+    ranks = found.rank_count(ranks, cpu_ranks=2)
+    if ranks < 2:
+        raise LaunchError(
+            f"--parity compares ranks with one process, and this machine offers {found.describe()}"
+        )
     load(recipe, short_recipe(SMALL))  # a bad name is refused before any process starts
     names = [row.name for row in rows_for(ranks) if row.name.startswith(only or "")]
     if not names:
@@ -49,31 +58,33 @@ def run_parity(recipe: str, ranks: int | None, only: str | None = None) -> list[
 
 def _join() -> meshes.Mesh:
     torch.backends.cuda.matmul.allow_tf32 = False
-    place = cluster.detect(os.environ)
-    return meshes.join(place.rank, place.local_rank, Layout(replicate=place.world), "auto", 300.0)
+    rank_info = cluster.detect(os.environ)
+    return meshes.join(
+        rank_info.rank, rank_info.local_rank, Layout(replicate=rank_info.world), "auto", 300.0
+    )
 
 
 def _alone(recipe: str, folder: str) -> None:
     mesh = _join()
-    made = course(load(recipe, short_recipe(SMALL)), mesh, Path(folder, "alone"))
+    made = training_curve(load(recipe, short_recipe(SMALL)), mesh, Path(folder, "alone"))
     torch.save(vars(made), Path(folder, "alone.pt"))
     os._exit(0)
 
 
 def _together(recipe: str, folder: str, names: list[str]) -> None:
     mesh = _join()
-    alone = Course(**torch.load(Path(folder, "alone.pt"), weights_only=True))
+    alone = TrainingCurve(**torch.load(Path(folder, "alone.pt"), weights_only=True))
     lines = []
     for number, row in enumerate(rows_for(mesh.world)):
         if row.name not in names:
             continue
         options = short_recipe([*SMALL, *row.options])
         try:
-            made = course(load(recipe, options), mesh, Path(folder, f"row-{number}"))
-        except MusterError as error:  # this model cannot be cut that way, or a library is missing
+            made = training_curve(load(recipe, options), mesh, Path(folder, f"row-{number}"))
+        except MusterError as error:  # this model cannot be split that way, or a library is missing
             lines.append({"strategy": row.name, "ranks": mesh.world, "left_out": str(error)})
             continue
-        lines.append(describe(row.name, mesh.world, distance(alone, made)))
+        lines.append(result_line(row.name, mesh.world, distance(alone, made)))
     if mesh.first:
         Path(folder, "table.json").write_text(json.dumps(lines))
     mesh.barrier()

@@ -1,4 +1,4 @@
-"""One rank of a check: signs in, does what it is told, and says how it went."""
+"""One rank of a check: registers, runs the steps it is sent, and reports."""
 
 from __future__ import annotations
 
@@ -11,63 +11,69 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from muster.check.board import PULSE_S, Board
-from muster.check.seat import Account, Options, Seat
+from muster.check.context import Options, RankContext, RankReport
+from muster.check.messages import HEARTBEAT_S, MessageStore
 from muster.check.steps import STEPS
 from muster.errors import LaunchError, MusterError
 from muster.launch import cluster, rendezvous
-from muster.launch.cluster import Place
+from muster.launch.cluster import RankInfo
 
-FIRST_WORD_S = 30.0
+JOIN_TIMEOUT_S = 30.0
 
 
-def serve(place: Place, store: Any, patience_s: float = FIRST_WORD_S) -> bool:
-    """Until the judge says that the check has ended; whether this set-up is fit to train on."""
-    board, orders = Board(store), 0
-    seat = Seat(place, board, Options())
-    seat.sign_in()
-    threading.Thread(target=_pulse, args=(place,), daemon=True, name="pulse").start()
-    seat.options = Options(**board.wait("options", patience_s, "the judge"))
-    from muster.launch.rank import settle  # takes a while to import, so not before signing in
+def serve(rank_info: RankInfo, store: Any, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
+    """Run steps until the judge ends the check; returns whether this setup is fit to train on."""
+    messages, received = MessageStore(store), 0
+    context = RankContext(rank_info, messages, Options())
+    context.register()
+    threading.Thread(
+        target=_send_heartbeats, args=(rank_info,), daemon=True, name="heartbeat"
+    ).start()
+    context.options = Options(**messages.wait("options", timeout_s, "the judge"))
+    from muster.launch.process import (
+        set_up_process,  # slow to import, so not before registering
+    )
 
-    settle(place, "ddp")  # cores, threads and variables, as a training rank
-    limit = seat.options.timeout_s + FIRST_WORD_S  # others may still be on their way
+    set_up_process(rank_info, "ddp")  # cores, threads and variables, as a training rank
+    limit = context.options.timeout_s + JOIN_TIMEOUT_S  # other ranks may still be starting
     while True:
-        order = board.wait(f"order/{orders}", limit, "the judge")
-        if order["step"] is None:
-            board.post(f"bye/{place.rank}", True)
-            return bool(order["fit"])
-        step = next(step for step in STEPS if step.name == order["step"])
-        board.post(f"account/{orders}/{place.rank}", _account(step.measure, seat))
-        orders, limit = orders + 1, order["limit_s"] + FIRST_WORD_S
+        command = messages.wait(f"command/{received}", limit, "the judge")
+        if command["step"] is None:
+            messages.post(f"done/{rank_info.rank}", True)
+            return bool(command["fit"])
+        step = next(step for step in STEPS if step.name == command["step"])
+        messages.post(f"report/{received}/{rank_info.rank}", _report(step.measure, context))
+        received, limit = received + 1, command["limit_s"] + JOIN_TIMEOUT_S
 
 
-def _pulse(place: Place) -> None:
-    """A sign of life that does not depend on the rank's work: who is silent has stopped, who is not
-    may be waiting for them. On a connection of its own, since a wait holds the other one up."""
+def _send_heartbeats(rank_info: RankInfo) -> None:
+    """Independent of the rank's work: a rank without a heartbeat has stopped, one with a heartbeat may be
+    waiting for it. On its own connection, since a blocking call would hold up a shared one."""
     with suppress(LaunchError, RuntimeError):  # the store ends with the check
-        board = Board(rendezvous.for_rank(replace(place, agent=True), FIRST_WORD_S))
-        for beat in itertools.count():
-            board.post(f"pulse/{place.rank}", beat)
-            time.sleep(PULSE_S)
+        messages = MessageStore(rendezvous.for_rank(replace(rank_info, agent=True), JOIN_TIMEOUT_S))
+        for count in itertools.count():
+            messages.post(f"heartbeat/{rank_info.rank}", count)
+            time.sleep(HEARTBEAT_S)
 
 
-def _account(measure: Any, seat: Seat) -> Account:
+def _report(measure: Any, context: RankContext) -> RankReport:
     try:
-        account: Account = measure(seat)
-        return account
+        report: RankReport = measure(context)
+        return report
     except Exception as error:
-        words = str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"
+        message = (
+            str(error) if isinstance(error, MusterError) else f"{type(error).__name__}: {error}"
+        )
         kind = type(error).__name__
-        return {"error": {"time": time.time(), "kind": kind, "message": words.strip()[:2000]}}
+        return {"error": {"time": time.time(), "kind": kind, "message": message.strip()[:2000]}}
 
 
 def main() -> None:
-    """A process of its own under `muster check`. Leaves without tearing anything down: others may
-    still sit in a collective."""
-    place = cluster.detect(os.environ)
+    """A process of its own under `muster check`. Exits without cleanup: other ranks may still be in a
+    collective."""
+    rank_info = cluster.detect(os.environ)
     try:
-        fit = serve(place, rendezvous.for_rank(place, FIRST_WORD_S))
+        fit = serve(rank_info, rendezvous.for_rank(rank_info, JOIN_TIMEOUT_S))
     except LaunchError as error:
         print(error, file=sys.stderr, flush=True)
         os._exit(2)

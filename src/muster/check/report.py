@@ -23,13 +23,13 @@ def show(report: Report, as_json: bool, console: Console) -> int:
     table = Table("step", "", "finding", show_lines=True)
     previous = ""
     for finding in report.findings:
-        words = Text(finding.words)
+        text = Text(finding.words)
         if finding.cause:
-            words.append(f"\ncause: {finding.cause}", style="dim")
+            text.append(f"\ncause: {finding.cause}", style="dim")
         if finding.cure:
-            words.append(f"\ncure: {finding.cure}")
+            text.append(f"\ncure: {finding.cure}")
         step = "" if finding.step == previous else finding.step
-        table.add_row(step, Text(finding.status, style=COLOURS[finding.status]), words)
+        table.add_row(step, Text(finding.status, style=COLOURS[finding.status]), text)
         previous = finding.step
     console.print(table)
     colour = "green" if report.fit else "bold red"

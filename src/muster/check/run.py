@@ -13,91 +13,96 @@ from pathlib import Path
 from typing import Any
 
 from muster.check import rank as ranks
-from muster.check.board import Board
+from muster.check.context import Options
 from muster.check.findings import Finding, Report
-from muster.check.judge import EndedFromOutsideError, Judge
-from muster.check.seat import Options
+from muster.check.judge import Judge, TerminatedError
+from muster.check.messages import MessageStore
 from muster.errors import LaunchError
 from muster.hardware import inventory
 from muster.launch import cluster, rendezvous
 from muster.launch.children import Children
-from muster.launch.cluster import Node, Place
+from muster.launch.cluster import Node, RankInfo
 from muster.launch.join import is_rank
 
 
 def check(options: Options, count: int | None = None, node: Node | None = None) -> Report | None:
-    """As a rank where a launcher started this process, else with ranks of its own; `count` on this
-    machine. None where another process has the report."""
+    """As a rank where a launcher started this process, else starts `count` ranks on this machine.
+    Returns None where another process has the report."""
     if is_rank():
         return check_as_rank(options, cluster.detect(os.environ))
-    return check_machine(options, count or len(inventory.detect().gpus) or 2, node or Node())
+    return check_machine(
+        options, inventory.detect().rank_count(count, cpu_ranks=2, share=True), node or Node()
+    )
 
 
 def check_machine(options: Options, count: int, node: Node) -> Report | None:
-    """Starts the ranks and outlives them. With several nodes, node 0 judges for all."""
+    """Starts the ranks and waits for them. With several nodes, node 0 judges for all."""
     world = count * node.nodes
     try:
         store = rendezvous.for_node(node, options.timeout_s)
     except LaunchError as error:
-        return _no_meeting(error, world)
+        return _no_rendezvous(error, world)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Children(["muster.check.rank"], node, store.port, count, Path(folder)) as some,
+        Children(["muster.check.rank"], node, store.port, count, Path(folder)) as children,
     ):
         if node.rank:
-            return _verdict(some, world)
-        place = cluster.detect(some.environments[0])  # reads and writes where the ranks do
-        board = Board(rendezvous.for_rank(place, options.timeout_s))
-        return Judge(board, world, options, some.exits).conduct()
+            return _other_node(children, world)
+        rank_info = cluster.detect(children.environments[0])  # the same store prefix as the ranks'
+        messages = MessageStore(rendezvous.for_rank(rank_info, options.timeout_s))
+        return Judge(messages, world, options, children.exits).run()
 
 
-def check_as_rank(options: Options, place: Place) -> Report | None:
-    """Rank 0 judges too: its first thread asks and can always speak, a second one is the rank."""
+def check_as_rank(options: Options, rank_info: RankInfo) -> Report | None:
+    """Rank 0 also judges, in its main thread; a second thread runs the steps and may block."""
     try:
-        store = rendezvous.for_rank(place, options.timeout_s)
+        store = rendezvous.for_rank(rank_info, options.timeout_s)
     except LaunchError as error:
-        return _no_meeting(error, place.world)
-    if place.rank:
-        ranks.serve(place, store, options.timeout_s)
+        return _no_rendezvous(error, rank_info.world)
+    if rank_info.rank:
+        ranks.serve(rank_info, store, options.timeout_s)
         return None
 
     def serve() -> None:
-        reached = rendezvous.for_rank(replace(place, agent=True), options.timeout_s)
-        with suppress(LaunchError):  # the judge then knows more
-            ranks.serve(place, reached, options.timeout_s)
+        reached = rendezvous.for_rank(replace(rank_info, agent=True), options.timeout_s)
+        with suppress(LaunchError):  # the judge reports it
+            ranks.serve(rank_info, reached, options.timeout_s)
 
-    def go(number: int, frame: Any) -> None:
-        raise EndedFromOutsideError
+    def terminate(number: int, frame: Any) -> None:
+        raise TerminatedError
 
-    signal.signal(signal.SIGTERM, go)
+    signal.signal(signal.SIGTERM, terminate)
     threading.Thread(target=serve, daemon=True, name="rank 0").start()
-    return Judge(Board(store), place.world, options).conduct()
+    return Judge(MessageStore(store), rank_info.world, options).run()
 
 
-def _no_meeting(error: LaunchError, world: int) -> Report:
-    words, _, cure = str(error).partition("; ")
-    cause = "ranks meet at one address and port, and nobody could listen or answer there"
-    finding = Finding("ranks", "fail", words, cause, cure or "see the message")
+def _no_rendezvous(error: LaunchError, world: int) -> Report:
+    message, _, cure = str(error).partition("; ")
+    cause = "no rendezvous: nothing could listen, or nothing answered, at MASTER_ADDR:MASTER_PORT"
+    finding = Finding("ranks", "fail", message, cause, cure or "see the message")
     return Report([finding], world, [os.uname().nodename], 0.0)
 
 
-def _verdict(children: Children, world: int) -> Report:
-    """Where node 0 judges: what its ranks here were told, or why they were not."""
+def _other_node(children: Children, world: int) -> Report:
+    """On other nodes than 0: the verdict by the exit codes of this node's ranks."""
     while children.running:
         time.sleep(0.1)
     host, codes = os.uname().nodename, set(children.codes)
     if codes == {0}:
-        finding = Finding("ranks", "ok", "node 0 finds this set-up fit; the table is there")
+        finding = Finding("ranks", "ok", "node 0 finds this setup fit; its table has the details")
     elif codes == {1}:
         finding = Finding(
             "ranks",
             "fail",
-            "node 0 finds this set-up not fit",
+            "node 0 finds this setup not fit",
             cause="one of the steps failed, on this node or another",
             cure="see the table that node 0 prints",
         )
     else:
-        words = "; ".join(f"rank {rank} {how}" for rank, how in children.exits().items())
-        cause, cure = "node 0 or a rank here is gone", "see what node 0 says, and start again"
-        finding = Finding("ranks", "fail", words, cause, cure, hosts=(host,))
+        message = "; ".join(f"rank {rank} {how}" for rank, how in children.exits().items())
+        cause, cure = (
+            "node 0 or a rank of this node has exited",
+            "see the output of node 0, and start again",
+        )
+        finding = Finding("ranks", "fail", message, cause, cure, hosts=(host,))
     return Report([finding], world, [host], 0.0)

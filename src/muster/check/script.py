@@ -1,4 +1,4 @@
-"""The check behind a system's own script: by plain python, torchrun, srun or mpirun."""
+"""The check for a script: started by plain python, torchrun, srun or mpirun."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from muster.check.context import Options
 from muster.check.report import show
 from muster.check.run import check
-from muster.check.seat import Options
 from muster.errors import MusterError
 from muster.launch.join import is_rank
-from muster.launch.rank import leave
+from muster.launch.process import exit_without_cleanup
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -32,4 +32,4 @@ def main(arguments: Sequence[str] = ()) -> int:
     except MusterError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2
-    return leave(code) if is_rank() else code
+    return exit_without_cleanup(code) if is_rank() else code

@@ -1,4 +1,4 @@
-"""Step 1: what is installed, and versions that do not go together."""
+"""Step 1: installed versions, and those that are incompatible."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from muster import __version__
-from muster.check.findings import Finding, Roll, odd_ones_out
-from muster.check.seat import Account, Seat
+from muster.check.context import RankContext, RankReport
+from muster.check.findings import Finding, RankNames, find_outliers
 
 OLDEST_TORCH = (2, 11)
 SAME_EVERYWHERE = ("muster", "python", "torch", "CUDA", "ROCm", "NCCL")
 
 
-def measure(seat: Seat) -> Account:
+def measure(context: RankContext) -> RankReport:
     return {
         "muster": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -26,8 +26,8 @@ def measure(seat: Seat) -> Account:
         "ROCm": torch.version.hip,
         "NCCL": _nccl(),
         "usable": torch.cuda.is_available(),
-        "gpus": len(seat.inventory.gpus),
-        "vendor": "amd" if any(g.vendor == "amd" for g in seat.inventory.gpus) else "nvidia",
+        "gpus": len(context.inventory.gpus),
+        "vendor": "amd" if any(g.vendor == "amd" for g in context.inventory.gpus) else "nvidia",
         "built_for": torch.cuda.get_arch_list() if torch.version.cuda else [],
         **_driver(),
     }
@@ -45,7 +45,7 @@ def _driver() -> dict[str, Any]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # no driver or no permission: the devices step says what follows from it
+    except Exception:  # no driver or no permission: the devices step reports the consequence
         return {"driver": None, "driver_cuda": None, "capabilities": []}
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
@@ -61,61 +61,63 @@ def _driver() -> dict[str, Any]:
         pynvml.nvmlShutdown()
 
 
-def judge(accounts: Mapping[int, Account], roll: Roll) -> list[Finding]:
-    found = [_differing(name, accounts, roll) for name in SAME_EVERYWHERE]
-    for ranks in roll.hosts().values():
-        found += [_fault(accounts[ranks[0]], ranks, roll)]
-    complaints = [finding for finding in found if finding]
-    return complaints or [Finding("software", "ok", _words(accounts[min(accounts)]))]
+def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
+    found = [_differing(name, reports, rank_names) for name in SAME_EVERYWHERE]
+    for ranks in rank_names.hosts().values():
+        found += [_fault(reports[ranks[0]], ranks, rank_names)]
+    problems = [finding for finding in found if finding]
+    return problems or [Finding("software", "ok", _summary(reports[min(reports)]))]
 
 
-def _words(said: Account) -> str:
-    parts = [f"python {said['python']}", f"torch {said['torch']}"]
-    parts += [f"{name} {said[name]}" for name in ("CUDA", "ROCm", "NCCL") if said[name]]
-    parts += [f"driver {said['driver']}"] if said["driver"] else []
+def _summary(report: RankReport) -> str:
+    parts = [f"python {report['python']}", f"torch {report['torch']}"]
+    parts += [f"{name} {report[name]}" for name in ("CUDA", "ROCm", "NCCL") if report[name]]
+    parts += [f"driver {report['driver']}"] if report["driver"] else []
     return ", ".join(parts)
 
 
-def _differing(name: str, accounts: Mapping[int, Account], roll: Roll) -> Finding | None:
-    usual, odd = odd_ones_out({rank: said[name] for rank, said in accounts.items()})
+def _differing(
+    name: str, reports: Mapping[int, RankReport], rank_names: RankNames
+) -> Finding | None:
+    usual, odd = find_outliers({rank: report[name] for rank, report in reports.items()})
     if not odd:
         return None
     return Finding(
         "software",
         "fail",
-        f"{roll.names(odd)} has {name} {accounts[odd[0]][name]}, the others have {usual}",
-        cause="the machines were not set up alike; ranks of different versions hang or disagree",
+        f"{rank_names.names(odd)} has {name} {reports[odd[0]][name]}, the others have {usual}",
+        cause="the machines have different environments; ranks of different versions hang or fail",
         cure=f"install the same {name} everywhere, or use one environment on shared storage",
         ranks=tuple(odd),
-        hosts=roll.hosts_of(odd),
+        hosts=rank_names.hosts_of(odd),
     )
 
 
-def _fault(said: Account, ranks: list[int], roll: Roll) -> Finding | None:
-    """What does not go together on one host, the first cause first."""
-    version = tuple(int(n) for n in re.findall(r"\d+", said["torch"])[:2])
-    built, newest = said["CUDA"], said["driver_cuda"]
-    wanted = [f"sm_{major}{minor}" for major, minor in said["capabilities"]]
-    unknown = sorted({sm for sm in wanted if not _runs_on(sm, said["built_for"])})
+def _fault(report: RankReport, ranks: list[int], rank_names: RankNames) -> Finding | None:
+    """What is incompatible on one host, the first cause first."""
+    version = tuple(int(n) for n in re.findall(r"\d+", report["torch"])[:2])
+    built, newest = report["CUDA"], report["driver_cuda"]
+    wanted = [f"sm_{major}{minor}" for major, minor in report["capabilities"]]
+    unknown = sorted({sm for sm in wanted if not _runs_on(sm, report["built_for"])})
     if version < OLDEST_TORCH:
-        words = f"torch {said['torch']} is older than muster supports"
+        message = f"torch {report['torch']} is older than muster supports"
         cause = "an older environment is active"
         cure = "pip install -U 'torch>=2.11'"
-    elif said["gpus"] and not built and not said["ROCm"]:
-        words = f"{said['gpus']} GPU(s), but this torch was built for CPUs only"
+    elif report["gpus"] and not built and not report["ROCm"]:
+        message = f"{report['gpus']} GPU(s), but this torch was built for CPUs only"
         cause = "torch was installed from an index without GPU builds"
-        maker = "rocm" if said["vendor"] == "amd" else "cu"
+        maker = "rocm" if report["vendor"] == "amd" else "cu"
         cure = f"reinstall torch from the index of your {maker} version: https://pytorch.org/get-started"
-    elif said["gpus"] and built and newest and int(built.split(".")[0]) > newest[0]:
-        words = f"torch was built for CUDA {built}; driver {said['driver']} runs up to {newest[0]}.{newest[1]}"
+    elif report["gpus"] and built and newest and int(built.split(".")[0]) > newest[0]:
+        message = f"torch was built for CUDA {built}; driver {report['driver']} runs up to {newest[0]}.{newest[1]}"
         cause = "the driver is older than torch's CUDA"
         cure = f"update the driver, or install a torch built for CUDA {newest[0]}"
-    elif said["gpus"] and built and unknown:
-        words = f"this torch has no code for {', '.join(unknown)} (it has {', '.join(said['built_for'])})"
+    elif report["gpus"] and built and unknown:
+        message = f"this torch has no kernels for {', '.join(unknown)} (it has {', '.join(report['built_for'])})"
         cause = "the GPU is newer or older than those torch was built for"
         cure = "install a torch built for it (a newer one for a new GPU): https://pytorch.org/get-started"
-    elif said["gpus"] and not said["usable"]:
-        words = f"the driver sees {said['gpus']} GPU(s), torch cannot use them"
+    elif report["gpus"] and not report["usable"]:
+        message = f"the driver sees {report['gpus']} GPU(s), torch cannot use them"
         cause = (
             "driver and library do not match (after an update without a restart), or the container "
         )
@@ -123,8 +125,10 @@ def _fault(said: Account, ranks: list[int], roll: Roll) -> Finding | None:
         cure = "restart the machine; in a container start with --gpus all; see `nvidia-smi`"
     else:
         return None
-    words = f"{roll.host(ranks[0])}: {words}"
-    return Finding("software", "fail", words, cause, cure, tuple(ranks), roll.hosts_of(ranks))
+    message = f"{rank_names.host(ranks[0])}: {message}"
+    return Finding(
+        "software", "fail", message, cause, cure, tuple(ranks), rank_names.hosts_of(ranks)
+    )
 
 
 def _runs_on(sm: str, built_for: list[str]) -> bool:

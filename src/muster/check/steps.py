@@ -1,4 +1,4 @@
-"""The check, in order."""
+"""The steps of the check, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from muster.check import (
     ranks,
     software,
 )
-from muster.check.seat import Step
+from muster.check.context import Step
 
 STEPS = (
     Step("software", software.measure, software.judge, ends=True),

@@ -72,16 +72,16 @@ def check(
 
         load(recipe, overrides or [])  # a bad name is refused before any process starts
 
+    from muster.check.context import Options
     from muster.check.report import show
     from muster.check.run import check as run_check
-    from muster.check.seat import Options
     from muster.launch.join import is_rank
-    from muster.launch.rank import leave
+    from muster.launch.process import exit_without_cleanup
 
     report = run_check(Options(timeout, recipe, overrides or []), gpus, node)
     code = show(report, as_json, console) if report else 0
     if is_rank():
-        leave(code)
+        exit_without_cleanup(code)
     raise typer.Exit(code)
 
 

@@ -12,7 +12,7 @@ import typer
 from muster.cli.common import SplitOption, console
 
 if TYPE_CHECKING:
-    from muster.data.inspect import SplitSummary
+    from muster.data.speech.inspect import SplitSummary
 
 app = typer.Typer(no_args_is_help=True, help="Make or look at a corpus.")
 
@@ -31,7 +31,7 @@ def data_inspect(
     ] = False,
 ) -> None:
     """Hours, lengths, vocabulary, a histogram; how it is stored and what cannot be read."""
-    from muster.data.inspect import inspect
+    from muster.data.speech.inspect import inspect
 
     with _bar("decoding" if decode else "reading durations") as progress:
         parts = inspect(spec, progress, decode)
@@ -90,7 +90,7 @@ def data_make(
     ] = 500.0,
 ) -> None:
     """Write parquet shards from a folder of audio with a metadata file."""
-    from muster.data.make import make
+    from muster.data.speech.make import make
 
     for path in make(folder, out, split, shard_mb):
         console.print(str(path))

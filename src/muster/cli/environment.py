@@ -21,7 +21,7 @@ def show_environment(
     from muster.hardware import environment, inventory
 
     found = inventory.detect()
-    ranks = ranks or found.devices
+    ranks = found.rank_count(ranks, share=True)
     wanted = environment.variables(found, ranks, strategy, nodes=nodes, master=master)
     if export:
         for variable in wanted:

@@ -65,13 +65,13 @@ def panel(report: Report) -> Panel:
         )
     first, text = report.first, Text()
     text.append(first.sentence, style="bold")
-    text.append(f"  ({first.place})\n" if first.place else "\n", style="dim")
+    text.append(f"  ({first.location})\n" if first.location else "\n", style="dim")
     if len(first.chain) > 1:
         text.append(f"It led to: {first.chain[-1].partition(chr(10))[0]}\n")
     text.append("\n")
     if report.cause is None:
         text.append("Not known: no entry fits this error. Read the traceback at that line.\n")
-    elif not first.for_user or report.cause != first.words:
+    elif not first.for_user or report.cause != first.message:
         text.append("likely cause  ", style="bold").append(f"{report.cause}\n")
     if report.cure:
         text.append("cure          ", style="bold").append(f"{report.cure}\n")
@@ -82,7 +82,7 @@ def panel(report: Report) -> Panel:
 
 def _also(report: Report, skip: int) -> str:
     lines = [
-        f"  {seen.known.title} ({seen.place}{f', {seen.count} times' if seen.count > 1 else ''})"
+        f"  {seen.known.title} ({seen.location}{f', {seen.count} times' if seen.count > 1 else ''})"
         for seen in report.known[skip:]
     ]
     return "\nalso in the log:\n" + "\n".join(lines) if lines else ""

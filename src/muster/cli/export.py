@@ -31,7 +31,7 @@ def export(
 ) -> None:
     """A language model or a Whisper as a Hugging Face folder."""
     path = checkpoint_path(checkpoint, dir)
-    from muster.exchange import export_checkpoint
+    from muster.inference.export import export_checkpoint
 
     export_checkpoint(path, folder, adapter=adapter, average=average, blend=blend)
     console.print(f"written to {folder}", soft_wrap=True)

@@ -55,7 +55,7 @@ def _suggest(run: Run, state: str) -> None:
     name, muster = shown(run), program()
     recipe = from_resolved(run.path / "recipe.yaml")
     again = f"{muster} train {name}/recipe.yaml --gpus 2"
-    hear = (f"{muster} transcribe {name} FILE.wav", "what does it hear in a recording of yours?")
+    hear = (f"{muster} transcribe {name} FILE.wav", "transcribe a recording of yours")
     commands = {
         "speech-ctc": [
             hear,
@@ -149,7 +149,7 @@ def stop(
     how = runs.stop(found, wait, now=now)
     forced = {
         "asked": "",
-        "told": ", after SIGTERM to its processes",
+        "terminated": ", after SIGTERM to its processes",
         "killed": ", its processes killed: they answered neither a request nor SIGTERM",
     }
     state = found.state()

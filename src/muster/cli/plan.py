@@ -13,12 +13,12 @@ import typer
 from muster.cli.common import Overrides, console, program
 from muster.errors import MemoryLimitError, RecipeError
 
-SIMULATED = 2  # micro-batches: from the second on, gradients are there before
+SIMULATED = 2  # micro-batches: the second one accumulates into gradients
 
 if TYPE_CHECKING:
     from muster.hardware.catalogue import Accelerator
-    from muster.plan.search import Found
-    from muster.plan.weigh import Plan, Planner
+    from muster.plan.planner import Plan, Planner
+    from muster.plan.search import SearchResult
 
 
 def plan(
@@ -75,7 +75,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    top: Annotated[int, typer.Option(min=1, help="How many ways to show.")] = 6,
+    top: Annotated[int, typer.Option(min=1, help="How many plans to show.")] = 6,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Which strategy, what fits, how fast, and why. Needs no GPU."""
@@ -87,20 +87,20 @@ def plan(
         )
     from muster.cli import plan_table
     from muster.plan import report
-    from muster.plan.named import open_subject
+    from muster.plan.open_subject import open_subject
+    from muster.plan.planner import Planner
     from muster.plan.search import search
-    from muster.plan.weigh import Planner
 
     device, count = _devices(gpu, gpus, network)
     cluster = _cluster(device, count, per_node)
     subject = open_subject(recipe, overrides or [])
     precision = _precision(subject.recipe.training.precision, device)
-    planner = Planner(subject, cluster, precision, here=gpu is None)
-    with console.status("weighing strategies …") if not as_json else nullcontext():
+    planner = Planner(subject, cluster, precision, measure_loading=gpu is None)
+    with console.status("searching strategies …") if not as_json else nullcontext():
         found = search(planner)
     if found.best is None:
-        with console.status("nothing fits; looking for what would …"):
-            words = report.cures(planner, found)
+        with console.status("nothing fits; searching for what would …"):
+            words = report.remedies(planner, found)
         raise MemoryLimitError(
             f"{recipe} on {count} × {device.title}: nothing fits: " + "; ".join(words)
         )
@@ -131,7 +131,7 @@ def _list() -> None:
     from muster.hardware import catalogue
 
     table = Table("name", "", "GiB", "bf16 TFLOP/s", "memory GB/s", "link GB/s", "per machine")
-    table.columns[0].no_wrap = True  # it is what one types
+    table.columns[0].no_wrap = True  # the value for --gpu
     for name in catalogue.names():
         device = catalogue.own(catalogue.find(name))
         table.add_row(
@@ -149,12 +149,12 @@ def _list() -> None:
 
 
 def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[Accelerator, int]:
-    """Those asked for; what is left open is this machine's."""
+    """As given by the options, else this machine's."""
     import dataclasses
 
     from muster.hardware import catalogue, inventory
 
-    if gpu is not None and gpu.lower() == "cpu":  # its ranks share one machine
+    if gpu is not None and gpu.lower() == "cpu":  # its ranks share one host
         count = gpus or 1
         device = dataclasses.replace(catalogue.own(catalogue.cpu(count)), per_node=count)
     elif gpu is not None:
@@ -164,7 +164,7 @@ def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[
         here = inventory.detect()
         if not here.gpus:
             raise RecipeError(
-                "--gpu: this machine has none, so say which to plan for: --gpu h100 --gpus 8; "
+                "--gpu: this machine has none, so name one to plan for: --gpu h100 --gpus 8; "
                 f"`{program()} plan {sys.argv[2] if len(sys.argv) > 2 else 'RECIPE'} --gpu list` names all"
             )
         first = here.gpus[0]
@@ -172,7 +172,7 @@ def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[
         if known is None:
             raise RecipeError(
                 f"--gpu: {first.name} is not in the catalogue; measure it with `{program()} bench device`, "
-                "or name one that is like it"
+                "or name a similar one"
             )
         device, count = catalogue.own(known), gpus or len(here.gpus)
     if network is not None:
@@ -191,7 +191,7 @@ def _cluster(device: Accelerator, count: int, per_node: int | None) -> Any:
     if count > size and count % size:
         raise RecipeError(
             f"--gpus: {count} are not a whole number of machines of {size}; use "
-            f"{count - count % size}, or say --per-node"
+            f"{count - count % size}, or set --per-node"
         )
     return Cluster(device, count, size)
 
@@ -207,16 +207,20 @@ def _precision(asked: str, device: Accelerator) -> str:
     return asked
 
 
-def _plot(path: Path, planner: Planner, found: Found, recipe: str) -> list[Path]:
+def _plot(path: Path, planner: Planner, found: SearchResult, recipe: str) -> list[Path]:
     from muster.plan.memory import GIB, PARTS
     from muster.plan.picture import draw_memory, draw_scaling
 
     best = found.best
     assert best is not None
-    names = [f"stage {i}" for i in range(len(best.needs))] if len(best.needs) > 1 else ["each rank"]
+    names = (
+        [f"stage {i}" for i in range(len(best.estimates))]
+        if len(best.estimates) > 1
+        else ["each rank"]
+    )
     stacks = {
-        name: {part: need.parts[part] / GIB for part in PARTS}
-        for name, need in zip(names, best.needs, strict=True)
+        name: {part: estimate.parts[part] / GIB for part in PARTS}
+        for name, estimate in zip(names, best.estimates, strict=True)
     }
     title = f"{recipe} on {planner.cluster.world} × {planner.cluster.device.title}"
     drawn = draw_memory(
@@ -230,7 +234,7 @@ def _plot(path: Path, planner: Planner, found: Found, recipe: str) -> list[Path]
 
 
 def _scaling(planner: Planner) -> list[tuple[int, float]]:
-    """The best plan's throughput on ever more devices, up to twice as many as asked for."""
+    """The best plan's throughput on 1, 2, 4, … devices, up to twice the given number."""
     from muster.plan.search import search
     from muster.plan.time import Cluster
 
@@ -250,18 +254,18 @@ def _simulate(subject: Any, best: Plan, planner: Planner, quiet: bool) -> list[d
 
     choice = best.choice
     few = min(choice.accumulation, SIMULATED)
-    with console.status("building it on a fake cluster …") if not quiet else nullcontext():
+    with console.status("simulating on a fake cluster …") if not quiet else nullcontext():
         found = simulate_all(
             subject,
             choice.layout,
             recipe=subject.recipe,
             precision=planner.precision,
             rows=choice.rows,
-            pieces=choice.pieces,
+            microbatches=choice.microbatches,
             accumulation=few,
         )
     results = [result.as_dict() for result in found]
     if few < choice.accumulation:
-        note = f"run and counted: {few} of a step's {choice.accumulation} micro-batches, which are alike"
+        note = f"run and counted: {few} of a step's {choice.accumulation} micro-batches, which are equal"
         results[0]["notes"] = [*results[0]["notes"], note]
     return results

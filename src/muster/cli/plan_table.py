@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from muster.cli.common import console, program
 
 if TYPE_CHECKING:
-    from muster.plan.search import Found
-    from muster.plan.weigh import Plan, Planner
+    from muster.plan.planner import Plan, Planner
+    from muster.plan.search import SearchResult
 
 
-def show(planner: Planner, found: Found, recipe: str, overrides: list[str], top: int) -> None:
+def show(
+    planner: Planner, found: SearchResult, recipe: str, overrides: list[str], top: int
+) -> None:
     from rich.table import Table
 
     from muster.plan import report
@@ -22,11 +24,11 @@ def show(planner: Planner, found: Found, recipe: str, overrides: list[str], top:
     assert best is not None
     console.print(
         f"[bold]{recipe}[/], {_count(planner.subject.parameters)} parameters, global batch "
-        f"{best.samples}, on {cluster.world} × {report.device_words(cluster.device)}, "
+        f"{best.samples}, on {cluster.world} × {report.describe_device(cluster.device)}, "
         f"{planner.precision}\n",
         soft_wrap=True,
     )
-    for line in report.tree(planner, found):
+    for line in report.decision_tree(planner, found):
         console.print(f"  {line}", soft_wrap=True)
     table = Table(
         "", "layout", "micro-batch", "GiB a rank", "s a step", "samples/s", title_justify="left"
@@ -38,7 +40,7 @@ def show(planner: Planner, found: Found, recipe: str, overrides: list[str], top:
             if plan.choice.layout.world > 1
             else plan.strategy,
             _how(plan),
-            f"{plan.need.total / GIB:.1f}",
+            f"{plan.memory.total / GIB:.1f}",
             f"{plan.duration.total:.3g}",
             f"{plan.samples_per_s:,.0f}"
             if plan.samples_per_s >= 1000
@@ -48,7 +50,7 @@ def show(planner: Planner, found: Found, recipe: str, overrides: list[str], top:
     console.print(table)
     console.print(_parts(best, planner))
     if found.rejected:
-        console.print("\n[bold]Passed over[/]")
+        console.print("\n[bold]Rejected[/]")
         for name, reason in found.rejected.items():
             console.print(f"  {name}: {reason}", soft_wrap=True)
     console.print()
@@ -60,36 +62,36 @@ def _count(number: int) -> str:
 
 
 def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
-    """What carries the plan out; on several machines, on each of them."""
+    """The command that follows the plan; to be run on every node."""
     from muster.plan import report
-    from muster.plan.named import as_recipe
+    from muster.plan.open_subject import as_recipe
 
     name, needed = as_recipe(recipe)
-    places = [f"--gpus {min(cluster.world, cluster.per_node)}"]
+    where = [f"--gpus {min(cluster.world, cluster.per_node)}"]
     if cluster.nodes > 1:
-        places += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
+        where += [f"--nodes {cluster.nodes}", "--node-rank K --master-addr ADDRESS"]
     last = {s.partition("=")[0]: s for s in (*needed, *overrides, *report.settings(best))}
     settings = [shlex.quote(s) for s in last.values()]
-    return " ".join([program(), "train", name, *places, *settings])
+    return " ".join([program(), "train", name, *where, *settings])
 
 
 def _how(plan: Plan) -> str:
-    from muster.plan.weigh import describe
+    from muster.plan.planner import choice_summary
 
-    return describe(plan.choice).removeprefix("micro-batch ")
+    return choice_summary(plan.choice).removeprefix("micro-batch ")
 
 
 def _parts(plan: Plan, planner: Planner) -> Any:
-    """Where the memory and the time go."""
+    """Memory and time by part."""
     from rich.table import Table
 
     from muster.plan.memory import GIB
 
-    table = Table("memory of the fullest rank", "GiB", "a step", "s")
-    memory = [(k, f"{v / GIB:.2f}") for k, v in plan.need.parts.items() if v]
+    table = Table("memory of the largest rank", "GiB", "a step", "s")
+    memory = [(k, f"{v / GIB:.2f}") for k, v in plan.memory.parts.items() if v]
     memory += [("of", f"{planner.capacity / GIB:.1f}")]
-    if plan.need.host:
-        memory.append(("on the host, beside it", f"{plan.need.host / GIB:.2f}"))
+    if plan.memory.host:
+        memory.append(("offloaded to the host", f"{plan.memory.host / GIB:.2f}"))
     time = [(k.replace("_", " "), f"{v:.4g}") for k, v in vars(plan.duration).items() if v]
     for i in range(max(len(memory), len(time))):
         table.add_row(
@@ -103,8 +105,8 @@ def show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
 
     from muster.plan.memory import GIB
 
-    console.print("\n[bold]On a fake cluster[/]: the program itself, built and run for a step")
-    table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB put in")
+    console.print("\n[bold]On a fake cluster[/]: the program, built and run for one step")
+    table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB sent")
     for result in results:
         parts = [f"{k} {v / GIB:.2f}" for k, v in result["at_peak"].items() if v > 0.005 * GIB]
         counts: dict[str, list[float]] = {}
@@ -125,7 +127,7 @@ def show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
     worst = max(result["peak"] for result in results)
     console.print(
         f"peak {worst / GIB:.2f} GiB without the CUDA context and NCCL (planned: "
-        f"{best.need.allocated / GIB:.2f}, with cuBLAS's); bytes are what this rank puts in; "
+        f"{best.memory.allocated / GIB:.2f}, with cuBLAS's); bytes are this rank's input; "
         f"took {sum(result['seconds'] for result in results):.0f} s",
         soft_wrap=True,
     )

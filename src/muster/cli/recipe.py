@@ -1,4 +1,4 @@
-"""`muster recipe`: what a run is told to do."""
+"""`muster recipe`: recipes and their keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 
 from muster.cli.common import Overrides, console, load_recipe
 
-app = typer.Typer(no_args_is_help=True, help="What a run is told to do.")
+app = typer.Typer(no_args_is_help=True, help="Recipes: the settings of a run.")
 
 
 @app.command("list")

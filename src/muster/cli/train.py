@@ -21,14 +21,14 @@ from muster.cli.common import (
     shown,
 )
 from muster.cli.manage import show_until_end
-from muster.cli.ready import check_before_launch, existing_run, open_run
+from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
 
     from muster.hardware.inventory import Inventory
-    from muster.launch.cluster import Node, Place
+    from muster.launch.cluster import Node, RankInfo
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
@@ -102,10 +102,11 @@ def train(
         changes += _deepspeed(deepspeed_config, given=changes)
     if profile and not any(word.startswith("logging.profile=") for word in changes):
         changes.append("logging.profile=3")
-    place = cluster.detect(os.environ)
-    if on == "local" and place.world > 1 and not cluster.slurm_launcher(os.environ):
-        flags = {"--gpus": gpus, "--nodes": nodes, "--run": run_name, "--detach": detach}
-        return _as_rank(recipe, changes, place, [name for name, value in flags.items() if value])
+    rank_info = cluster.detect(os.environ)
+    if on == "local" and rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
+        flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
+        given = [name for name, value in flags.items() if value]
+        return _as_rank(recipe, changes, rank_info, run_name, given)
     node = cluster.Node()
     if on == "local":
         node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
@@ -119,7 +120,7 @@ def train(
     addresses.check(node)
     if node.rank > 0:
         return _join(node, resolved, ranks)
-    run, claim = open_run(resolved, existing, run_name)
+    run, claim = open_run(resolved, existing, run_name, console)
     with claim:  # the supervisor holds it too, from its start to its end
         _supervise(run, claim, ranks, node)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
@@ -151,16 +152,18 @@ def _follow(run: Run, node: Node, detach: bool) -> None:
     show_until_end(run)
 
 
-def _as_rank(recipe: str, changes: list[str], place: Place, flags: list[str]) -> None:
+def _as_rank(
+    recipe: str, changes: list[str], rank_info: RankInfo, run_name: str | None, flags: list[str]
+) -> None:
     """Someone else started one process per rank, and this is one of them."""
-    from muster.scripts import train_here
+    from muster.entrypoints.script import train_here
 
     if flags:
         raise LaunchError(
-            f"{place.launcher} has started {place.world} ranks already, and this is rank {place.rank}; "
+            f"{rank_info.launcher} has started {rank_info.world} ranks already, and this is rank {rank_info.rank}; "
             f"leave {' and '.join(flags)} out, or start one process per machine instead"
         )
-    train_here(recipe, changes)
+    train_here(recipe, changes, run_name=run_name)
 
 
 def _join(node: Node, recipe: Recipe, ranks: int) -> None:
@@ -202,12 +205,12 @@ def _submit(
     from muster.launch import kubernetes, slurm
     from muster.launch.job import ClusterJob
     from muster.parallel.layout import layout_for
-    from muster.plan.batch import solve
+    from muster.recipe.batch import solve
 
     solve(recipe.training, layout_for(recipe.distributed, ranks * nodes).data_ranks)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
-    run, claim = open_run(recipe, existing, name, index=on == "slurm")
+    run, claim = open_run(recipe, existing, name, console if on == "slurm" else None)
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
@@ -225,10 +228,10 @@ def _submit(
 
 def _strategy(name: str, given: list[str]) -> list[str]:
     """The strategy; sizes and files of another one, left in a recipe or a run, do not hold it up."""
-    from muster.parallel.layout import leftovers
+    from muster.parallel.layout import unused_keys
 
     told = {word.partition("=")[0] for word in given}
-    others = [f"{key}={value}" for key, value in leftovers(name).items() if key not in told]
+    others = [f"{key}={value}" for key, value in unused_keys(name).items() if key not in told]
     return [f"distributed.strategy={name}", *others]
 
 
@@ -253,17 +256,12 @@ def _ranks(recipe: Recipe, asked: str | None, found: Inventory, elsewhere: bool 
     """Ranks on each machine; what a cluster's machines offer is not known here."""
     if asked == "all" and elsewhere:
         raise LaunchError("--gpus all: say how many GPUs each node has, as in --gpus 8")
-    if asked == "all":
-        return len(found.gpus) or found.cpus
-    if asked is not None and not (asked.isdigit() and int(asked) > 0):
+    if asked not in (None, "all") and not (asked.isdigit() and int(asked) > 0):
         raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
-    wanted = recipe.distributed.devices
-    ranks = int(asked) if asked else wanted if isinstance(wanted, int) else found.devices
-    if not elsewhere and found.gpus and ranks > len(found.gpus):
-        raise LaunchError(
-            f"--gpus {ranks}, but this machine offers {found.describe()}; use --gpus all"
-        )
-    return ranks
+    wanted: int | Literal["all", "auto"] = recipe.distributed.devices
+    if asked is not None:
+        wanted = "all" if asked == "all" else int(asked)
+    return found.rank_count(wanted, share=elsewhere)
 
 
 def _devices(found: Inventory, ranks: int) -> str:

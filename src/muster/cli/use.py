@@ -11,7 +11,7 @@ import typer
 from muster.cli.common import CheckpointArgument, DirOption, console, print_error
 from muster.data.corpus import Split
 from muster.errors import MusterError
-from muster.subtitles import Format
+from muster.inference.subtitles import Format
 
 
 def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
@@ -66,18 +66,19 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a split of its data, or a Whisper folder on DATA."""
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    from muster import inference
+    from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
+    from muster.inference.score import score
     from muster.observe.console import score_words
 
     other = _other_data(data, split) if data else {}
-    trained: inference.Trained | inference.Recogniser
-    if inference.is_folder(path):
+    trained: Trained | Recogniser
+    if is_folder(path):
         if not data:
             raise MusterError(f"{path} is a model without data of its own; name some with --data")
-        trained = inference.load_folder(path, options, other, language=language)
+        trained = load_folder(path, options, other, language=language)
     else:
-        trained = inference.load_trained(path, options, other)
-    result = inference.score(trained, split)
+        trained = load_trained(path, options, other)
+    result = score(trained, split)
     scores = result.scores
     sizes = [f", {scores[name]:.0f} {name}" for name in _SIZES if name in scores]
     console.print(f"{result.split}: {score_words(scores)}{''.join(sizes)}")
@@ -128,33 +129,35 @@ def transcribe(
     ngram: Ngram = None,
     beam: Beam = None,
     language: Annotated[
-        str | None, typer.Option(help="What is spoken, as `en`, for a multilingual Whisper.")
+        str | None,
+        typer.Option(help="Language of the audio, such as `en`, for a multilingual Whisper."),
     ] = None,
     timestamps: Annotated[
         bool | None,
         typer.Option(
             "--timestamps/--no-timestamps",
-            help="Ask Whisper for times. Default: where it learned to tell them.",
+            help="Decode with timestamps. Default: if it was trained with them.",
         ),
     ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
     """Audio to text. `-` reads raw 16-bit mono samples from standard input as they arrive."""
-    from muster.subtitles import render, targets, write
+    from muster.inference.subtitles import render, targets, write
 
     live, paths = files == ["-"], [Path(file) for file in files]
     if live and (form != "text" or output):
-        raise MusterError("- is printed as it is heard; leave --format and --output out")
+        raise MusterError("- is printed as it arrives; leave --format and --output out")
     if form in ("srt", "vtt") and len(files) > 1 and output is None:
         raise MusterError(f"--format {form} of several files needs --output FOLDER")
     places = targets(paths, output, form, force) if output else None
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    from muster import inference
-    from muster.transcription import transcribe
+    from muster.inference.load import load_recogniser
+    from muster.inference.stream import stream
+    from muster.inference.transcribe import transcribe
 
-    recogniser = inference.load_recogniser(path, options, language=language, timestamps=timestamps)
+    recogniser = load_recogniser(path, options, language=language, timestamps=timestamps)
     if live:
-        for piece in inference.stream(recogniser, sys.stdin.buffer):
+        for piece in stream(recogniser, sys.stdin.buffer):
             print(piece, end="", flush=True)
         print()
         return
@@ -190,10 +193,11 @@ def generate(
 ) -> None:
     """Continue a text with a language model, shown as it is written."""
     path = checkpoint_path(checkpoint, dir)
-    from muster import generation, inference
+    from muster.inference import generate as generation
+    from muster.inference.load import load_trained
 
     streams = generation.generate(
-        inference.load_trained(path),
+        load_trained(path),
         prompt,
         max_tokens=max_tokens,
         temperature=temperature,

@@ -1,11 +1,11 @@
 """The global batch plan: which samples make each optimizer step, whatever the world size.
 
-An epoch's plan is a pure function of (seed, epoch, samples). It knows nothing of ranks: the same
-list of global batches serves one process or sixty-four. Only `cut` looks at the layout, and all it
-does is deal one global batch into ranks × accumulation micro-batches of nearly equal cost.
+An epoch's plan is a pure function of (seed, epoch, samples). It does not depend on
+ranks: the same list of global batches serves any world size. Only `cut` depends on the layout: it
+splits one global batch into ranks × accumulation micro-batches of nearly equal cost.
 
-The place in the data is one integer, the optimizer step. Any step is found in O(epoch length)
-without walking there, so resuming skips nothing and works on any world size.
+The position in the data is one integer, the optimizer step. Any step is computed in O(epoch length),
+so resuming reads no earlier batch and works on any world size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from muster.errors import RecipeError
 
 Ids = NDArray[np.int64]
 
-CARRIED = 4  # pools that are gone through while a sample waits for others of its window, at most
+MAX_WAIT_POOLS = 4  # pools that a sample waits for others of its window, at most
 
 
 def keyed_generator(*key: int) -> np.random.Generator:
@@ -37,12 +37,11 @@ class BatchPlan:
     The samples of an epoch that do not fill a last batch are left out of that epoch; the shuffle
     picks different ones each time. A batch is therefore always `batch_size` samples.
 
-    Samples are shuffled, and sorted by length within pools so that a batch holds like lengths.
-    Where what each is padded to is known, as `windows`, samples of one window are put together
-    instead, at random, and pools need no bound. With `groups`, the row group of each sample, a
-    corpus is gone through a few row groups at a time: those of one stretch are read, shuffled and
-    used up before the next. With both, what does not fill a batch of its window waits for more of
-    it, until `CARRIED` further pools have been gone through.
+    Samples are shuffled, and sorted by length within pools so that a batch has similar lengths.
+    With `windows`, the length each is padded to, samples of one window are batched together instead,
+    at random, without pools. With `groups`, the row group of each sample, an epoch goes through a few
+    row groups at a time: those of one segment are read, shuffled and used before the next. With both,
+    what does not fill a batch of its window waits for more of it, for at most `MAX_WAIT_POOLS` pools.
     """
 
     lengths: NDArray[np.float64]
@@ -65,11 +64,11 @@ class BatchPlan:
         return len(self.lengths) // self.batch_size
 
     @property
-    def reach(self) -> int:
-        """Samples for `Source.reserve`, which makes room for twice as many: a pool, and with windows
-        half of those in which samples wait."""
+    def reserve_size(self) -> int:
+        """Samples for `Source.reserve`, which caches twice as many: a pool, and with windows half of the
+        pools in which samples wait."""
         pool = self.pool_batches * self.batch_size
-        return pool if self.windows is None else pool * (2 + CARRIED) // 2
+        return pool if self.windows is None else pool * (2 + MAX_WAIT_POOLS) // 2
 
     def epoch_of(self, step: int) -> int:
         return step // self.steps_per_epoch
@@ -87,22 +86,22 @@ class BatchPlan:
         used = self.steps_per_epoch * self.batch_size
         if self.groups is None:
             return self._batches(rng.permutation(len(self.lengths))[:used], rng)
-        order, ends = self._through_groups(self.groups, rng)
+        order, ends = self._in_groups(self.groups, rng)
         if self.windows is not None:
             return self._by_window(np.split(order[:used], ends[:-1]), self.windows, rng)
-        stretches = np.split(order[:used], [end - end % self.batch_size for end in ends])
-        return np.concatenate([self._batches(part, rng) for part in stretches if len(part)])
+        segments = np.split(order[:used], [end - end % self.batch_size for end in ends])
+        return np.concatenate([self._batches(part, rng) for part in segments if len(part)])
 
-    def _through_groups(
+    def _in_groups(
         self, groups: NDArray[np.int64], rng: np.random.Generator
     ) -> tuple[Ids, list[int]]:
-        """Samples in an order that goes through shuffled row groups, and where each stretch ends:
-        as soon as it has a pool of samples. What does not fill its last batch goes into the next."""
+        """Samples in the order of shuffled row groups, and where each segment ends: as soon as it has a
+        pool of samples. What does not fill its last batch goes into the next."""
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-        turns = rng.permutation(len(sizes))
-        order = np.argsort(np.argsort(turns)[group], kind="stable")
+        shuffled = rng.permutation(len(sizes))
+        order = np.argsort(np.argsort(shuffled)[group], kind="stable")
         ends, start = [], 0
-        for end in np.cumsum(sizes[turns]).tolist():
+        for end in np.cumsum(sizes[shuffled]).tolist():
             if end - start >= self.pool_batches * self.batch_size or end == len(order):
                 rng.shuffle(order[start:end])
                 ends.append(end)
@@ -110,24 +109,24 @@ class BatchPlan:
         return order, ends
 
     def _by_window(
-        self, stretches: list[Ids], windows: NDArray[np.float64], rng: np.random.Generator
+        self, segments: list[Ids], windows: NDArray[np.float64], rng: np.random.Generator
     ) -> Ids:
-        """[steps, batch_size] of shuffled stretches; the rest of each window waits for the next."""
+        """[steps, batch_size] of shuffled segments; the rest of each window waits for the next."""
         size, batches = self.batch_size, []
-        patience, total = CARRIED * self.pool_batches * size, sum(map(len, stretches))
-        rest, since, gone = np.zeros(0, np.int64), np.zeros(len(windows), np.int64), 0
-        for stretch in stretches:
-            gone += len(stretch)
-            since[stretch] = gone
-            waiting = np.concatenate([rest, stretch])  # the oldest first, the longest windows first
+        max_wait, total = MAX_WAIT_POOLS * self.pool_batches * size, sum(map(len, segments))
+        rest, since, used = np.zeros(0, np.int64), np.zeros(len(windows), np.int64), 0
+        for segment in segments:
+            used += len(segment)
+            since[segment] = used
+            waiting = np.concatenate([rest, segment])  # the oldest first, the longest windows first
             waiting = waiting[np.argsort(-windows[waiting], kind="stable")]
             parts = np.split(waiting, np.flatnonzero(np.diff(windows[waiting])) + 1)
             whole = [part[: len(part) - len(part) % size] for part in parts]
             rest = np.concatenate([part[len(part) - len(part) % size :] for part in parts])
-            overdue = (gone - since[rest] >= patience) | (gone == total)
-            due, rest = _take_due(rest, overdue, windows[rest], size)
-            made = np.concatenate([*whole, *due]).reshape(-1, size)
-            batches.append(made[rng.permutation(len(made))])
+            overdue = (used - since[rest] >= max_wait) | (used == total)
+            due, rest = _batch_due(rest, overdue, windows[rest], size)
+            batch = np.concatenate([*whole, *due]).reshape(-1, size)
+            batches.append(batch[rng.permutation(len(batch))])
         return np.concatenate(batches)
 
     def _batches(self, samples: Ids, rng: np.random.Generator) -> Ids:
@@ -146,12 +145,12 @@ class BatchPlan:
         return id(self)
 
 
-def _take_due(
+def _batch_due(
     samples: Ids, due: NDArray[np.bool_], windows: NDArray[np.float64], size: int
 ) -> tuple[list[Ids], Ids]:
-    """Batches that take up all that is due, and what is left. Windows fall: each batch begins with
-    the longest window that has something due and goes on into shorter ones. Fewer than `size`
-    samples may have to wait once more."""
+    """Batches of the samples that are due, and the rest. Windows descend: each batch begins with the
+    longest window that has one due and continues with shorter ones. Fewer than `size` samples may
+    remain."""
     batches, left, start = [], [], 0
     while len(samples) - start >= size and due[start:].any():
         first = start + int(due[start:].argmax())
@@ -164,29 +163,29 @@ def _take_due(
 
 
 def cut(ids: Ids, lengths: NDArray[np.float64], ranks: int, accumulation: int) -> list[list[Ids]]:
-    """Deal one global batch into `[rank][micro-step]` micro-batches.
+    """Split one global batch into `[rank][micro-step]` micro-batches.
 
-    Sorted by length, the batch is first cut into `accumulation` stretches of neighbours, so that a
-    micro-batch pads little; each stretch is then dealt to the ranks back and forth (0 1 2 2 1 0 …),
-    so that at every micro-step all ranks carry nearly the same cost. Sizes differ by at most one.
+    Sorted by length, the batch is first split into `accumulation` contiguous segments, so that a
+    micro-batch pads little; each segment is then assigned to the ranks in snake order (0 1 2 2 1 0 …),
+    so that at every micro-step all ranks have nearly the same cost. Sizes differ by at most one.
     """
     slots = ranks * accumulation
     if len(ids) < slots:
         raise RecipeError(
-            f"a global batch of {len(ids)} cannot be cut into {ranks} ranks × {accumulation} "
+            f"a global batch of {len(ids)} cannot be split into {ranks} ranks × {accumulation} "
             f"micro-batches; raise training.global_batch_size to at least {slots}, or use fewer ranks"
         )
     ordered = ids[np.argsort(lengths[ids], kind="stable")]
     sizes = _even(len(ids), slots)
-    dealt: list[list[Ids]] = [[] for _ in range(ranks)]
+    assigned: list[list[Ids]] = [[] for _ in range(ranks)]
     start = 0
     for micro in range(accumulation):
         quota = sizes[micro * ranks : (micro + 1) * ranks]
-        stretch = ordered[start : start + sum(quota)]
-        start += len(stretch)
-        for rank, part in enumerate(_deal(stretch, quota)):
-            dealt[rank].append(part)
-    return dealt
+        segment = ordered[start : start + sum(quota)]
+        start += len(segment)
+        for rank, part in enumerate(_snake(segment, quota)):
+            assigned[rank].append(part)
+    return assigned
 
 
 def _even(total: int, parts: int) -> list[int]:
@@ -194,17 +193,17 @@ def _even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-def _deal(stretch: Ids, quota: Sequence[int]) -> list[Ids]:
-    """Deal `stretch` back and forth until each hand holds its quota."""
-    hands: list[list[int]] = [[] for _ in quota]
-    cards = iter(reversed(stretch.tolist()))  # the longest first: the last, short round evens out
-    forth = list(range(len(quota)))
-    while any(len(hand) < want for hand, want in zip(hands, quota, strict=True)):
-        for rank in forth:
-            if len(hands[rank]) < quota[rank]:
-                hands[rank].append(next(cards))
-        forth.reverse()
-    return [np.array(hand[::-1], dtype=np.int64) for hand in hands]
+def _snake(segment: Ids, quota: Sequence[int]) -> list[Ids]:
+    """Assign `segment` in snake order until each part has its quota."""
+    parts: list[list[int]] = [[] for _ in quota]
+    samples = iter(reversed(segment.tolist()))  # the longest first: the last, short round evens out
+    order = list(range(len(quota)))
+    while any(len(part) < want for part, want in zip(parts, quota, strict=True)):
+        for rank in order:
+            if len(parts[rank]) < quota[rank]:
+                parts[rank].append(next(samples))
+        order.reverse()
+    return [np.array(part[::-1], dtype=np.int64) for part in parts]
 
 
 def eval_shards(
@@ -224,10 +223,10 @@ def eval_shards(
         windows, groups = np.zeros(len(lengths)), None
     order = np.lexsort((lengths, windows) if groups is None else (lengths, groups, windows))
     shards: list[list[list[int]]] = [[] for _ in range(world)]
-    dealt = 0
+    assigned = 0
     for part in np.split(order, np.flatnonzero(np.diff(windows[order])) + 1):
-        owner = (np.arange(len(part)) + dealt) % world
-        dealt += len(part)
+        owner = (np.arange(len(part)) + assigned) % world
+        assigned += len(part)
         if groups is not None:
             owner.sort()
         for rank, shard in enumerate(shards):

@@ -1,5 +1,5 @@
-"""What is made once and kept: indexes beside the data, tokens in the user's cache, and the locks
-under which one process makes them while the others wait. A lock dies with its process."""
+"""Cached files: indexes beside the data, tokens in the user's cache, and the file locks under which one
+process builds them while the others wait. A lock is released when its process ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX_VERSION = 3
 
 
 def cache_folder() -> Path:
-    """Where muster keeps what it can make again."""
+    """Folder for files that can be rebuilt."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if not cache.is_absolute():  # a user without a home
         cache = Path(tempfile.gettempdir())
@@ -29,42 +29,42 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """One process at a time, the others waiting; a lock dies with its process."""
+def exclusive_lock(folder: Path) -> Iterator[None]:
+    """One process at a time, the others wait; released when the process ends."""
     locks = cache_folder() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / folder.name).open("a") as file:
         with contextlib.suppress(
             OSError
-        ):  # a file system without locks: made twice, which is only slower
+        ):  # a file system without locks: built twice, which is only slower
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextlib.contextmanager
 def lock(path: Path) -> Iterator[bool]:
-    """Whether this process may build the index of `path`; where nothing can be locked, it may: an
-    index is replaced whole, so that two who build it do no harm."""
-    for place in places(path):
-        file = place.with_name(f".{place.name}.lock")
+    """Whether this process may build the index of `path`. True where nothing can be locked: an index is
+    replaced atomically, so building it twice is safe."""
+    for target in index_paths(path):
+        file = target.with_name(f".{target.name}.lock")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError:
             continue
-        ours = take(descriptor, file)
+        acquired = try_lock(descriptor, file)
         try:
-            yield ours
+            yield acquired
         finally:
-            if ours:
+            if acquired:
                 file.unlink(missing_ok=True)
             os.close(descriptor)
         return
     yield True
 
 
-def take(descriptor: int, file: Path) -> bool:
-    """Lock it, unless another process holds it or held and removed it meanwhile."""
+def try_lock(descriptor: int, file: Path) -> bool:
+    """flock without waiting; False if another process holds the lock, or has removed the file."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(descriptor).st_ino == file.stat().st_ino
@@ -74,19 +74,19 @@ def take(descriptor: int, file: Path) -> bool:
         return True
 
 
-def places(path: Path) -> list[Path]:
-    """Beside the data first; else in the user's cache, under a name made of the full path."""
+def index_paths(path: Path) -> list[Path]:
+    """Beside the data first; else in the user's cache, named by a hash of the full path."""
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     beside = path.parent / ".muster-index" / f"{path.name}.json"
     elsewhere = cache_folder() / "index" / f"{path.stem}-{digest}.json"
     embedded = Path(__file__).resolve().parent.parent in path.resolve().parents
-    # In a container one is root and may write anywhere; a folder without any write bit says no.
+    # Root may write anywhere, as in a container; a folder without write bits counts as read-only.
     closed = path.parent.is_dir() and not path.parent.stat().st_mode & 0o222
     return [elsewhere] if embedded or closed else [beside, elsewhere]
 
 
 def stamp(path: Path, column: str) -> dict[str, Any]:
-    """What a file is known by; taken before it is read, lest it be replaced meanwhile."""
+    """Identity of a file; taken before it is read, in case it is replaced meanwhile."""
     stat = path.stat()
     return {
         "version": INDEX_VERSION,
@@ -97,10 +97,10 @@ def stamp(path: Path, column: str) -> dict[str, Any]:
 
 
 def load_index(path: Path, column: str) -> Any:
-    """What was saved of this column, if the file is still the same; else None."""
-    for place in places(path):
+    """The saved index of this column, if the file has not changed; else None."""
+    for target in index_paths(path):
         try:
-            document = json.loads(place.read_text())
+            document = json.loads(target.read_text())
         except (OSError, ValueError):
             continue
         if isinstance(document, dict) and document.get("of") == stamp(path, column):
@@ -109,17 +109,17 @@ def load_index(path: Path, column: str) -> Any:
 
 
 def save_index(path: Path, of: dict[str, Any], clips: Any) -> None:
-    for place in places(path):
-        temporary = place.with_name(f".{place.name}.{os.getpid()}.{threading.get_ident()}")
+    for target in index_paths(path):
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps({"of": of, "clips": clips}))
-            os.replace(temporary, place)
+            os.replace(temporary, target)
         except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             continue
         return
     log.warning(
-        "could not keep the index of %s: neither beside it nor in the cache is writable", path
+        "could not save the index of %s: neither its folder nor the cache is writable", path
     )

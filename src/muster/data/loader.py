@@ -1,6 +1,6 @@
-"""Batches, prepared ahead by threads, in the order the plan dictates.
+"""Batches, prefetched by threads, in the order of the plan.
 
-Threads, not processes: decoding and resampling release the interpreter lock, nothing is pickled,
+Threads, not processes: decoding and resampling release the GIL, nothing is pickled,
 nothing forks after CUDA has started, and a decoded clip is kept once per rank.
 """
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from muster.data.batches import BatchPlan, cut
 
-IGNORE = -100  # a target that does not count
+IGNORE = -100  # ignore_index of the loss
 
 
 class Source(Protocol):
-    """Indexed samples, each with a length that stands for its cost.
+    """Indexed samples, each with a length that is proportional to its cost.
 
-    `broken`: those that could not be read when their turn came, and why. A rank knows of its own.
+    `broken`: those that could not be read during training, and why, on this rank.
     """
 
     broken: dict[int, str]
@@ -34,7 +34,7 @@ class Source(Protocol):
     def lengths(self) -> NDArray[np.float64]: ...
     @property
     def groups(self) -> NDArray[np.int64] | None:
-        """Where each lies, if samples should be read in stretches; see `BatchPlan`."""
+        """The row group of each, if samples should be read in that order; see `BatchPlan`."""
         ...
 
     def __len__(self) -> int: ...
@@ -42,23 +42,23 @@ class Source(Protocol):
     def name(self, index: int) -> str: ...
     def preload(self, threads: int) -> None: ...
     def reserve(self, samples: int) -> None:
-        """So many samples, next to each other in the plan, will be wanted at a time."""
+        """Cache as much as `samples` consecutive samples of the plan need."""
         ...
 
     def fingerprint(self) -> bytes:
-        """What else than the lengths decides the order of an epoch; empty where nothing does."""
+        """Hash of what determines the order of an epoch besides the lengths; empty if nothing."""
         ...
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: padded tensors, and what the loop must know about them."""
+    """One micro-batch: padded tensors, and their sizes."""
 
     ids: list[int]
     tensors: dict[str, Tensor]
-    units: int  # tokens or clips that share the loss; summed over the global batch, it normalises
-    filled: int  # cells that carry data …
-    cells: int  # … of all cells computed; the difference is padding
+    units: int  # tokens or clips that the summed loss is divided by, over the global batch
+    filled: int  # elements that are data …
+    cells: int  # … of all elements computed; the difference is padding
     amounts: dict[str, float] = field(default_factory=dict)  # for rates: {"audio_s": 61.5}
 
     def to(self, device: torch.device) -> Batch:
@@ -69,7 +69,7 @@ class Batch:
         return replace(self, tensors=self.tensors | tensors)
 
     def padded(self, rows: int) -> Batch:
-        """As many rows as asked for, the last one repeated with targets that do not count."""
+        """Padded to `rows` rows: the last one repeated with ignored targets."""
         missing = rows - len(self.ids)
         if missing <= 0:
             return self
@@ -86,8 +86,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a model is called with: `args` enter at the first layer, `shared` are tensors that every
-    layer may look at. All of them have the batch as their first dimension."""
+    """What a model is called with: `args` are the input of the first layer, `shared` are tensors for
+    every layer. All of them have the batch as their first dimension."""
 
     args: tuple[Any, ...]
     shared: dict[str, Tensor] = field(default_factory=dict)
@@ -118,30 +118,31 @@ class Loader:
 
     def micro_batches(self, step: int) -> list[Batch]:
         ids = self.plan.batch(step)
-        mine = cut(ids, self.plan.lengths, self.ranks, self.accumulation)[self.rank]
+        own = cut(ids, self.plan.lengths, self.ranks, self.accumulation)[self.rank]
         epoch, longest = self.plan.epoch_of(step), float(self.plan.lengths[ids].max())
-        return [self._build(part.tolist(), epoch, longest) for part in mine]
+        return [self._build(part.tolist(), epoch, longest) for part in own]
 
     def costliest(self, start: int, stop: int) -> int:
         """Of steps `start` … `stop - 1`, as far as they are in one epoch, the one with the longest
-        sample: everything beside it is padded to that, or nearly as long."""
+        sample, to which its batch is padded."""
         end = (self.plan.epoch_of(start) + 1) * self.plan.steps_per_epoch
         lengths, batch = self.plan.lengths, self.plan.batch
         return max(range(start, min(stop, end)), key=lambda step: float(lengths[batch(step)].max()))
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
-        """The micro-batches of steps `start` … `stop - 1`, each ready before it is asked for."""
+        """The micro-batches of steps `start` … `stop - 1`, prefetched."""
         with ThreadPoolExecutor(self.workers, thread_name_prefix="data") as pool:
-            ahead: deque[Future[list[Batch]]] = deque()
+            pending: deque[Future[list[Batch]]] = deque()
             upcoming = iter(range(start, stop))
             try:
                 for step in range(start, stop):
                     while (
-                        len(ahead) <= self.prefetch and (later := next(upcoming, None)) is not None
+                        len(pending) <= self.prefetch
+                        and (later := next(upcoming, None)) is not None
                     ):
-                        ahead.append(pool.submit(self.micro_batches, later))
-                    ready = ahead.popleft().result()
-                    # `accumulation` may have grown since these were cut.
+                        pending.append(pool.submit(self.micro_batches, later))
+                    ready = pending.popleft().result()
+                    # `accumulation` may have grown since these were built.
                     current = len(ready) == self.accumulation
                     yield ready if current else self.micro_batches(step)
             finally:

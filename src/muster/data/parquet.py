@@ -1,7 +1,7 @@
 """Parquet files: which columns hold what, and the audio of one row group at a time.
 
-Audio comes in many dresses: encoded bytes or a file's name, bare or in a struct, or plain samples in
-a list with their rate beside them. Cells stay in Arrow's memory until a clip is asked for.
+Audio comes as encoded bytes or a file name, plain or in a struct, or as a list of samples with their
+rate. Cells stay in Arrow memory until a clip is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from muster.data.audio import Clip, Waveform
+from muster.data.speech.audio import Clip, Waveform
 from muster.errors import DataError
 
 AUDIO_NAMES = ("audio", "file", "path", "speech", "wav", "flac", "mp3", "samples", "array")
@@ -36,7 +36,7 @@ ROW_GROUP_CACHE_BYTES = 256 << 20
 
 
 class FileProblem(DataError):
-    """Something is wrong with an audio file that a cell names: it may be mended at any time."""
+    """A problem of an audio file that a cell names, which may be fixed without changing the table."""
 
 
 class AudioTable(Protocol):
@@ -44,11 +44,11 @@ class AudioTable(Protocol):
 
     path: Path
     column: str  # of the audio
-    layout: str  # the columns and their types, for people
+    layout: str  # the columns and their types, for display
     rows: int
     starts: NDArray[np.int64]  # the first row of each group …
     sizes: NDArray[np.int64]  # … and about how many bytes its audio takes in memory
-    apart: bool  # each clip is a file of its own, so that their order costs nothing
+    apart: bool  # clips are separate files, so that any order is equally fast
 
     def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
         """Of every row; and why those of some groups cannot be read, whose texts are empty."""
@@ -81,8 +81,8 @@ class Cells:
 class ParquetClips:
     """Clips in one parquet file.
 
-    It is opened anew for every read: readers are not made for several threads, and a corpus of
-    thousands of files would run out of descriptors.
+    Opened for every read: readers are not thread-safe, and a corpus of thousands of files would run out
+    of file descriptors.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ParquetClips:
         except (pa.ArrowException, OSError) as error:
             raise DataError(
                 f"{self.path}, row group {group}, column {', '.join(columns)}: "
-                f"{str(error).splitlines()[0]}; mend the file, or take it out of the data"
+                f"{str(error).splitlines()[0]}; repair the file, or remove it from the data"
             ) from None
 
     def _bytes(self, group: int) -> int:
@@ -143,7 +143,7 @@ class ParquetClips:
 
 
 def _plain(schema: pa.Schema) -> pa.Schema:
-    """Text as one type, whatever the file has."""
+    """Text columns cast to one type."""
     return pa.schema([f.with_type(pa.string()) if holds_text(f.type) else f for f in schema])
 
 
@@ -167,9 +167,9 @@ def group_starts(reader: pq.ParquetFile) -> list[int]:
 def find_columns(
     path: Path, schema: pa.Schema, audio_column: str | None, text_column: str | None
 ) -> tuple[str, str]:
-    """The audio and the text column, by the recipe's word or by name and type.
+    """The audio and the text column, by the recipe's keys or by name and type.
 
-    A column that holds sound goes before one that holds names of files, which often lie elsewhere.
+    A column of audio is preferred to one of file names, which often do not exist.
     """
     inside = [n for n in AUDIO_NAMES if n in schema.names and not holds_text(schema.field(n).type)]
     return (
@@ -179,9 +179,9 @@ def find_columns(
 
 
 def find_rate(path: Path, schema: pa.Schema, audio_column: str) -> str | None:
-    """The column that says at which rate plain samples were taken; None where none is needed.
+    """The column with the sampling rate of plain samples; None where none is needed.
 
-    The recipe's rate is no answer: at a wrong one, speech is too fast or too slow and nobody told.
+    The recipe's rate is not used: a wrong one would go unnoticed.
     """
     kind = schema.field(audio_column).type
     if pa.types.is_struct(kind):
@@ -246,8 +246,8 @@ def holds_text(kind: pa.DataType) -> bool:
 
 
 def clip_of(cell: pa.Scalar, folder: Path, rate: float | None = None) -> Clip:
-    """The sound in a cell, or the file it names. In a struct bytes go before samples, and both
-    before a path. `rate` belongs to plain samples."""
+    """The sound in a cell, or the file it names. In a struct bytes are preferred to samples, and
+    both to a path. `rate` is of plain samples."""
     parts = [cell]
     if isinstance(cell, pa.StructScalar) and cell.is_valid:
         fields = dict(cell.items())

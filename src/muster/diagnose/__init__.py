@@ -1,1 +1,1 @@
-"""What went wrong, what to do about it: known failures as data, and where a stalled run stands."""
+"""Diagnosis of failed and hanging runs: known failures as data, and the rank that caused a hang."""

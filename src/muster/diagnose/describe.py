@@ -1,4 +1,4 @@
-"""The manual's page of known failures, written from the data that `muster explain` uses."""
+"""docs/troubleshooting.md, written from the data that `muster explain` uses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ INTRODUCTION = """\
 
 <!-- Written by `python -m muster.diagnose.describe docs/troubleshooting.md`; edit failures.yaml. -->
 
-A run that fails ends with a panel: which rank failed first, the likely cause, the cure. The same for
-any log of torchrun, DeepSpeed, SLURM, mpirun or NCCL, of muster or of another program:
+A run that fails ends with a panel: which rank failed first, the likely cause, the cure. `muster
+explain` gives the same for any log of torchrun, DeepSpeed, SLURM, mpirun or NCCL, of muster or of another program:
 
 ```
 muster explain train.log          # a file
@@ -24,8 +24,8 @@ muster explain train.log --json
 ```
 
 It finds the rank that failed first and that rank's own exception. The last lines of a log seldom show
-it: when one rank goes, the others complain of a closed connection, and the launcher complains last.
-What it does not know it says so, with the first error of the log.
+it: when one rank fails, the others report a closed connection, and the launcher reports last. For an
+unknown failure it says so, and shows the first error of the log.
 
 {count} failures are known. *Follows* marks those that usually come from something else in the log.
 """

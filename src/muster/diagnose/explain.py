@@ -1,7 +1,7 @@
-"""What went wrong in a log or a run: who failed first, what that means, what to do.
+"""What went wrong in a log or a run: which rank failed first, the likely cause, the cure.
 
-When one rank goes, the others fail soon after, and the launcher complains last and loudest. So the
-last lines of a log are seldom the ones that matter.
+When one rank fails, the others fail soon after, and the launcher reports last. So the last lines of a
+log are seldom the ones that matter.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from muster.diagnose.known import match
-from muster.diagnose.marks import Ending, signal_name
-from muster.diagnose.scan import Scan, Seen, Words, known_of
+from muster.diagnose.log_formats import Ending, signal_name
+from muster.diagnose.scan import ErrorText, Scan, Seen, known_of
 from muster.errors import MusterError
 
 BLOCK = 1 << 20  # bytes read at a time
@@ -30,7 +30,7 @@ COMPRESSED = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Who failed first. `chain` are its own words: exceptions, innermost first, or a line of native
+    """The rank that failed first. `chain` is its error: exceptions, innermost first, or a line of native
     code."""
 
     chain: tuple[str, ...] = ()
@@ -40,11 +40,11 @@ class Failure:
     signal: str | None = None
     line: int | None = None
     file: str | None = None
-    for_user: bool = False  # its words already say what to do
-    follows: bool = False  # it complains of another rank, whose own words are not here
+    for_user: bool = False  # its message already says what to do
+    follows: bool = False  # it only reports another rank's failure, whose own error is not here
 
     @property
-    def words(self) -> str | None:
+    def message(self) -> str | None:
         return self.chain[0] if self.chain else None
 
     @property
@@ -53,14 +53,14 @@ class Failure:
         who += f" on {self.host}" if self.host else ""
         if self.signal:
             return f"{who} was killed by {self.signal} (exit code {self.exit_code})."
-        if self.words is None:
-            return f"{who} ended with exit code {self.exit_code} and left no words of its own."
-        how = "is the first to complain, but of another rank" if self.follows else "failed first"
-        words = self.words if self.for_user else self.words.partition("\n")[0]
-        return f"{who} {how}: {words}"
+        if self.message is None:
+            return f"{who} ended with exit code {self.exit_code} and wrote no error."
+        how = "failed first, but only because another rank did" if self.follows else "failed first"
+        message = self.message if self.for_user else self.message.partition("\n")[0]
+        return f"{who} {how}: {message}"
 
     @property
-    def place(self) -> str | None:
+    def location(self) -> str | None:
         if self.line is None:
             return self.file
         return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
@@ -96,9 +96,9 @@ class Report:
         return {**vars(self), "first": first, "known": known}
 
 
-def cause_and_cure(words: str) -> tuple[str, str] | None:
+def cause_and_cure(message: str) -> tuple[str, str] | None:
     """Of one error, given as `Kind: message`, `exitcode: -9 (SIGKILL)` or a line of a log."""
-    for known in match(words):
+    for known in match(message):
         if not known.warning:
             return known.cause, known.cure
     return None
@@ -130,7 +130,7 @@ def scan(stream: IO[bytes], source: str, rank: int | None = None) -> Scan:
         whole, newline, rest = (rest + block).rpartition(b"\n")
         if newline:
             found.feed_block(whole.decode("utf-8", "replace"))
-        elif len(rest) > BLOCK:  # no line is this long: take it as it is
+        elif len(rest) > BLOCK:  # a line this long is processed in parts
             found.feed_block(rest.decode("utf-8", "replace"))
             rest = b""
     if rest:
@@ -156,50 +156,50 @@ def _report(found: Scan, source: str) -> Report:
 
 def _first(found: Scan) -> Failure | None:
     """In this order: a rank that its launcher saw killed; the earliest exception that is not about
-    another rank; any other process that was killed; native code; followers; exit codes.
+    another rank; any other process that was killed; native code; errors about another rank; exit codes.
 
-    SIGABRT is no kill from outside: the library that aborts has said why.
+    SIGABRT is no kill from outside: the library that aborts has logged why.
     """
     killed = [e for e in found.endings if e.signal not in (None, "SIGABRT", *NOT_FATAL)]
-    own = [words for words in found.raised if not words.follows]
-    native = [words for words in found.native if not words.follows]
+    own = [error for error in found.raised if not error.follows]
+    native = [error for error in found.native if not error.follows]
     for ending in killed:
-        if ending.root and all(words.rank != ending.rank for words in own):
-            return _died(ending)
+        if ending.root and all(error.rank != ending.rank for error in own):
+            return _from_ending(ending)
     if own:
-        return _said(own[0], found.endings)
+        return _from_error(own[0], found.endings)
     if killed:
-        return _died(killed[0])
-    for words in [*native, *found.raised, *found.native]:
-        return _said(words, found.endings)
+        return _from_ending(killed[0])
+    for error in [*native, *found.raised, *found.native]:
+        return _from_error(error, found.endings)
     ended = sorted((e for e in found.endings if e.code), key=lambda ending: not ending.root)
     if ended:
-        return _died(ended[0])
+        return _from_ending(ended[0])
     for seen in sorted(found.seen.values(), key=lambda seen: (seen.known.level, seen.line)):
         if not seen.known.warning:
             return Failure((seen.text,), seen.rank, line=seen.line)
     return None
 
 
-def _died(ending: Ending) -> Failure:
+def _from_ending(ending: Ending) -> Failure:
     return Failure((), ending.rank, ending.host, ending.code, ending.signal, ending.line)
 
 
-def _said(words: Words, endings: Sequence[Ending]) -> Failure:
+def _from_error(error: ErrorText, endings: Sequence[Ending]) -> Failure:
     root = next((e.rank for e in endings if e.root), None)
-    rank = root if words.rank is None else words.rank
+    rank = root if error.rank is None else error.rank
     mine = [e for e in endings if e.rank == rank and rank is not None]
     end = next((e for e in mine if e.signal not in NOT_FATAL), None)
-    host = words.host or next((e.host for e in mine if e.host), None)
-    said = Failure(tuple(words.chain), rank, host, line=words.line, follows=words.follows)
-    return replace(said, exit_code=end.code) if end else said
+    host = error.host or next((e.host for e in mine if e.host), None)
+    failure = Failure(tuple(error.chain), rank, host, line=error.line, follows=error.follows)
+    return replace(failure, exit_code=end.code) if end else failure
 
 
 def _likely(
     first: Failure | None, seen: Iterable[Seen]
 ) -> tuple[tuple[Seen, ...], str | None, str | None]:
-    """What is known, the likely cause first. Whoever has a complaint of its own is not explained by
-    what stands elsewhere in the log; whoever was killed, or complains of another, may be."""
+    """Known failures, the likely cause first. A rank with an error of its own is not explained by other
+    lines of the log; one that was killed, or that reports another rank's failure, may be."""
     found = sorted(seen, key=lambda s: (s.known.level, s.line, s.known.order))
     if first is None:
         return tuple(found), None, None
@@ -211,12 +211,12 @@ def _likely(
         cause = next(iter([*causes, *own]), None)
     ordered = sorted(found, key=lambda s: (s.known is not cause, s.known not in own))
     if cause is None:
-        return tuple(found), (first.words if first.for_user else None), None
+        return tuple(found), (first.message if first.for_user else None), None
     return tuple(ordered), cause.cause, cause.cure
 
 
 def explain_run(folder: Path) -> Report:
-    """Of a run directory: what its supervisor and its ranks noted, and what their logs hold."""
+    """Of a run directory: from the reports of its supervisor and ranks, and from their logs."""
     info = _json(folder / "run.json")
     scans = _scan_logs(folder)
     seen = [hit for found in scans.values() for hit in found.seen.values()]
@@ -246,7 +246,7 @@ def _scan_logs(folder: Path) -> dict[str, Scan]:
 
 
 def _merged(seen: Iterable[Seen]) -> list[Seen]:
-    """One per known failure, whichever logs it stands in."""
+    """One per known failure, whichever logs it is in."""
     merged: dict[str, Seen] = {}
     for hit in seen:
         if hit.known.id in merged:
@@ -257,7 +257,7 @@ def _merged(seen: Iterable[Seen]) -> list[Seen]:
 
 
 def _from_run(folder: Path, info: dict[str, Any]) -> Failure | None:
-    """What the supervisor found, else the earliest of the ranks' own words."""
+    """What the supervisor recorded, else the earliest of the ranks' error reports."""
     noted = info.get("failure") or {}
     errors = [_json(path) for path in (folder / "ranks").glob("*.error.json")]
     errors = sorted((e for e in errors if e), key=lambda e: (not e["expected"], e["time"]))
@@ -265,13 +265,13 @@ def _from_run(folder: Path, info: dict[str, Any]) -> Failure | None:
     if not (noted or error):
         return None
     error = error or {}
-    words = noted.get("what") if noted.get("hang") else None
+    message = noted.get("what") if noted.get("hang") else None
     if error:
-        words = error["message"] if error["expected"] else f"{error['kind']}: {error['message']}"
+        message = error["message"] if error["expected"] else f"{error['kind']}: {error['message']}"
     rank = noted.get("rank", error.get("rank"))
     code = noted.get("exit_code")
     return Failure(
-        (words,) if words else (),
+        (message,) if message else (),
         rank,
         noted.get("host"),
         code,
@@ -282,7 +282,7 @@ def _from_run(folder: Path, info: dict[str, Any]) -> Failure | None:
 
 
 def _from_logs(scans: dict[str, Scan]) -> Failure | None:
-    """Of a run that could note nothing: the log whose failure is its own, the ranks' before others."""
+    """Of a run without reports: the log with an error of its own, the ranks' before others."""
     found = []
     for file, one in scans.items():
         if failure := _first(one):

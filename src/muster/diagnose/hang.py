@@ -1,8 +1,8 @@
-"""Which rank held the others up, from what the ranks wrote when one of them stalled.
+"""Which rank caused a hang, from the ranks' stall reports and flight recorders.
 
-Ranks number their collectives, per process group, in the
-order they call them. So a rank that is missing shows by a lower number than the others', and one
-that skipped a collective by another operation or shape under the same number.
+Ranks number their collectives, per process group, in the order they call them. So a rank that is
+behind has a lower sequence number than the others, and one that skipped a collective has another
+operation or shape under the same number.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from muster.diagnose.standing import Collective, Standing, read
+from muster.diagnose.stall_files import Collective, RankState, read
 
-SLOW = 0.5  # a rank that beat within this share of the others' wait was slow, not stuck
+SLOW = 0.5  # a rank with a heartbeat within this share of the others' wait was slow, not stuck
 CONTEXT = 6  # collectives before the one in question that should look alike
-MISMATCH = "collective mismatch"  # gloo's last words in a rank's log
+MISMATCH = "collective mismatch"  # gloo's message in a rank's log
 
 SAME_CALLS = (
     "Every rank must call the same collectives in the same order: look for a branch around that line "
@@ -25,17 +25,17 @@ SAME_CALLS = (
 CURES = {
     "stuck": "Look at that line. If it was only slow, raise distributed.stall_s and timeout_s.",
     "native": "Native code held the interpreter there: look at that line and the library it calls.",
-    "slow": "It was still at work: give ranks more even work, or raise distributed.stall_s and "
+    "slow": "It was still running: balance the work of the ranks, or raise distributed.stall_s and "
     "timeout_s.",
     "stopped": "Something stopped the process: SIGSTOP, a debugger or a suspended job. Once that is "
     "over, `muster train RUN` resumes from the last checkpoint.",
     "disk": "It waits for a disk or a network file system that does not answer: see dmesg on its host.",
     "gone": "See the end of its log, and dmesg on its host for the out-of-memory killer. "
     "`muster train RUN` resumes from the last checkpoint.",
-    "silent": "See whether its host is up and reachable, and the end of its log.",
+    "silent": "Check whether its host is up and reachable, and the end of its log.",
     "mismatch": SAME_CALLS,
     "elsewhere": SAME_CALLS,
-    "network": "All ranks arrived, so it is the link between them: run `muster check` on the hosts.",
+    "network": "All ranks arrived, so the network between them is at fault: run `muster check` on the hosts.",
 }
 PROCESS = {"stopped": "stopped", "tracing-stop": "stopped", "disk-sleep": "disk"}
 GONE = ("dead", "zombie")
@@ -43,7 +43,7 @@ GONE = ("dead", "zombie")
 
 @dataclass(frozen=True)
 class Hang:
-    """`state` is a key of CURES; `line` is where `rank` stood in its own code."""
+    """`state` is a key of CURES; `line` is where `rank` was in its own code."""
 
     rank: int | None
     host: str | None
@@ -58,26 +58,26 @@ class Hang:
 
 
 def analyse(folder: Path, world: int) -> Hang | None:
-    """None where no rank stalled or lost another, or where one failed by itself."""
+    """None where no rank stalled or lost its peer, or where one raised an error of its own."""
     ranks = [read(folder / "ranks", rank) for rank in range(world)]
-    own_failure = any(r.account.get("why") == "failed" and not r.account["lost"] for r in ranks)
+    own_failure = any(r.report.get("why") == "failed" and not r.report["lost"] for r in ranks)
     native = any(r.native and not r.crash for r in ranks)
-    if own_failure or not (native or any(r.account for r in ranks)):
+    if own_failure or not (native or any(r.report for r in ranks)):
         return None
     return _absent(ranks, folder) or _different(ranks) or _late(ranks) or _deadlock(ranks)
 
 
 def last_line(folder: Path, rank: int) -> str | None:
-    """Where a rank that crashed (SIGSEGV, SIGABRT …) stood in its Python code."""
+    """The Python line of a rank that crashed (SIGSEGV, SIGABRT …)."""
     return read(folder / "ranks", rank).native
 
 
-def _absent(ranks: Sequence[Standing], folder: Path) -> Hang | None:
-    """Ranks that could not even say where they stood."""
-    absent = [r for r in ranks if not r.account]
+def _absent(ranks: Sequence[RankState], folder: Path) -> Hang | None:
+    """Ranks that wrote no report."""
+    absent = [r for r in ranks if not r.report]
     if not absent:
         return None
-    seen = {int(k): v for r in ranks for k, v in r.account.get("silent", {}).items()}
+    seen = {int(k): v for r in ranks for k, v in r.report.get("silent", {}).items()}
     who = next((r for r in absent if seen.get(r.rank) in PROCESS or r.native), absent[0])
     status = seen.get(who.rank, "unknown")
     log = folder / "ranks" / f"{who.rank}.log"
@@ -94,14 +94,14 @@ def _absent(ranks: Sequence[Standing], folder: Path) -> Hang | None:
         "disk": "its process waits for a disk",
         "native": "native code held its interpreter",
         "gone": f"its process was gone ({who.crash})" if who.crash else "its process was gone",
-        "silent": f"nothing was heard from it (its process: {status})",
+        "silent": f"it wrote no report (its process: {status})",
     }[state]
     others = [r.rank for r in absent if r is not who]
     return _hang(ranks, who, state, what + (f"; nor did {_names(others)}" if others else ""))
 
 
-def _mismatch_crash(ranks: Sequence[Standing], crashed: Standing) -> Hang:
-    """gloo ends a rank that is sent more than it expects: often not the one that went astray."""
+def _mismatch_crash(ranks: Sequence[RankState], crashed: RankState) -> Hang:
+    """gloo aborts a rank that is sent more than it expects: often not the one that called it wrongly."""
     for rank in ranks:
         group = [c for c in rank.collectives if rank.open and c.group == rank.open.group]
         due = _due(group[:-1])
@@ -114,7 +114,7 @@ def _mismatch_crash(ranks: Sequence[Standing], crashed: Standing) -> Hang:
     return _hang(ranks, crashed, "mismatch", "it was sent what another collective expects")
 
 
-def _different(ranks: Sequence[Standing]) -> Hang | None:
+def _different(ranks: Sequence[RankState]) -> Hang | None:
     """The first collective of a group that is not the same one on all ranks."""
     for group in sorted({c.group for r in ranks for c in r.collectives}):
         calls = {r.rank: r.calls(group) for r in ranks if r.last(group)}
@@ -127,18 +127,18 @@ def _different(ranks: Sequence[Standing]) -> Hang | None:
         if odd is None:
             continue
         right = _right(calls, odd)
-        stray = next(r for r, numbered in calls.items() if numbered[odd].signature != right)
+        wrong_rank = next(r for r, numbered in calls.items() if numbered[odd].signature != right)
         usual = next(r for r, numbered in calls.items() if numbered[odd].signature == right)
-        what = f"it skipped that one and called {calls[stray][odd]} instead"
+        what = f"it skipped that one and called {calls[wrong_rank][odd]} instead"
         if ranks[usual].line and ranks[usual].open == calls[usual][odd]:
-            what += f"; rank {usual} stood at {ranks[usual].line}, and it"
-        return _hang(ranks, ranks[stray], "mismatch", what, calls[usual][odd])
+            what += f"; rank {usual} was at {ranks[usual].line}, and it"
+        return _hang(ranks, ranks[wrong_rank], "mismatch", what, calls[usual][odd])
     return None
 
 
 def _right(calls: dict[int, dict[int, Collective]], number: int) -> tuple[str, str]:
     """Which of the ranks' calls was due: that of most ranks, else the one that followed in earlier
-    steps, else the one of the rank that is not ahead; who skips a collective gets ahead."""
+    steps, else the one of the rank that is not ahead: a rank that skips a collective gets ahead."""
     votes = Counter(numbered[number].signature for numbered in calls.values())
     (usual, most), *rest = votes.most_common()
     if most > rest[0][1]:
@@ -159,35 +159,37 @@ def _due(before: Sequence[Collective]) -> tuple[str, str] | None:
     return None
 
 
-def _late(ranks: Sequence[Standing]) -> Hang | None:
-    """A rank in its own code while others wait; the one that stood there the longest."""
+def _late(ranks: Sequence[RankState]) -> Hang | None:
+    """A rank in its own code while others wait; the one without progress for the longest."""
     free = [r for r in ranks if not r.waits]
     if not free:
         return None
     waiting = [r for r in ranks if r.waits]
     missed = [r for r in free if any(_missed(w, r) for w in waiting)]
     who = max(missed or free, key=lambda r: r.seconds)
-    patience = max((r.seconds for r in waiting), default=0.0)
-    if who.seconds < SLOW * patience:
-        return _hang(ranks, who, "slow", f"it got further {who.seconds:.0f} s ago, but not there")
-    return _hang(ranks, who, "stuck", f"it got no further for {who.seconds:.0f} s")
+    longest_wait = max((r.seconds for r in waiting), default=0.0)
+    if who.seconds < SLOW * longest_wait:
+        return _hang(
+            ranks, who, "slow", f"it made progress {who.seconds:.0f} s ago, but did not reach it"
+        )
+    return _hang(ranks, who, "stuck", f"it made no progress for {who.seconds:.0f} s")
 
 
-def _deadlock(ranks: Sequence[Standing]) -> Hang:
-    """All ranks wait: for each other in different groups, or for a message that got lost."""
+def _deadlock(ranks: Sequence[RankState]) -> Hang:
+    """All ranks wait: for each other in different groups, or for a lost message."""
     for rank in ranks:
         for other in ranks:
             if _missed(rank, other):
                 what = f"it waited in {other.open or other.call}"
                 return _hang(ranks, other, "elsewhere", what, rank.open)
     lost = next((str(r.open) for r in ranks if r.open), ranks[0].call)
-    hosts = ", ".join(sorted({r.sign["host"] for r in ranks}))
+    hosts = ", ".join(sorted({r.heartbeat["host"] for r in ranks}))
     return Hang(
         rank=None,
         host=None,
         state="network",
-        step=ranks[0].sign["step"],
-        phase=ranks[0].sign["phase"],
+        step=ranks[0].heartbeat["step"],
+        phase=ranks[0].heartbeat["phase"],
         line=ranks[0].line,
         collective=lost,
         waiting=[r.rank for r in ranks],
@@ -196,7 +198,7 @@ def _deadlock(ranks: Sequence[Standing]) -> Hang:
     )
 
 
-def _missed(waiting: Standing, other: Standing) -> bool:
+def _missed(waiting: RankState, other: RankState) -> bool:
     """Whether `other` belongs to the group that `waiting` waits in and has not called as often."""
     if waiting.open is None or waiting is other:
         return False
@@ -205,8 +207,8 @@ def _missed(waiting: Standing, other: Standing) -> bool:
 
 
 def _hang(
-    ranks: Sequence[Standing],
-    who: Standing,
+    ranks: Sequence[RankState],
+    who: RankState,
     state: str,
     what: str,
     collective: Collective | None = None,
@@ -220,12 +222,12 @@ def _hang(
         words = f"{_start(who.name)} did not arrive at {goal}, where {waited} waited"
     else:
         words = _start(who.name)
-    step, phase = who.sign.get("step"), who.sign.get("phase")
+    step, phase = who.heartbeat.get("step"), who.heartbeat.get("phase")
     when = (f", in step {step}" if step is not None else "") + (f", {phase}" if phase else "")
     at = f", at {who.line}" if who.line else ""
     return Hang(
         rank=who.rank,
-        host=who.sign.get("host"),
+        host=who.heartbeat.get("host"),
         state=state,
         step=step,
         phase=phase,

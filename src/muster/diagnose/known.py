@@ -1,4 +1,4 @@
-"""Known failures, read from `failures.yaml`: what the log says, what is behind it, what to do."""
+"""Known failures, read from `failures.yaml`: patterns in the log, cause, cure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import yaml
 
 DATA = Path(__file__).with_name("failures.yaml")
 
-# Every line of interest holds one of these. Looking for them first keeps a log of a gigabyte
-# readable within a minute or two; a test holds each example of the catalogue against them.
+# Every line of interest holds one of these. Searching them first makes a log of a gigabyte take
+# a minute or two; a test checks each example of the catalogue against them.
 # fmt: off
 HINTS = (
     "rror", "ERROR", "WARN", "arning", "Traceback", "xception", "fail", "Fail", "FAIL", "kill",
@@ -28,7 +28,7 @@ NO_DIGITS = str.maketrans("", "", "0123456789")
 
 @dataclass(frozen=True)
 class Known:
-    """One entry of the catalogue. `order` is its place in the file: the specific before the general."""
+    """One entry of the catalogue. `order` is its position in the file: the specific before the general."""
 
     id: str
     section: str
@@ -39,7 +39,7 @@ class Known:
     source: str
     examples: tuple[str, ...]
     order: int
-    consequence: bool = False  # usually follows from something else that the log may also hold
+    consequence: bool = False  # usually follows from something else that may also be in the log
     warning: bool = False  # harmless alone
 
     @property
@@ -52,7 +52,7 @@ class Known:
 
     @cached_property
     def anchors(self) -> tuple[str, ...]:
-        """For each pattern, words that a text must hold for it to match."""
+        """For each pattern, a literal that a text must contain for it to match."""
         return tuple(longest_literal(pattern.pattern) for pattern in self.patterns)
 
 
@@ -84,19 +84,19 @@ def _loader() -> type:
 
 
 def match(text: str) -> list[Known]:
-    """What is known of `text`, causes before what follows from them, the specific before the general."""
+    """Known failures that match `text`, causes before consequences, the specific before the general."""
     found = [known for known in _candidates(text.translate(NO_DIGITS)) if known.matches(text)]
     return sorted(found, key=lambda known: (known.level, known.order))
 
 
 @lru_cache(4096)
 def _candidates(shape: str) -> tuple[Known, ...]:
-    """Whose words stand in `shape`, a text without its digits: lines of a log repeat their shapes."""
+    """Those with an anchor in `shape`, a text without its digits: lines of a log repeat their shapes."""
     return tuple(known for known in catalogue() if any(words in shape for words in known.anchors))
 
 
 def longest_literal(pattern: str) -> str:
-    """The longest run of plain characters, digits left out, that every match of `pattern` holds."""
+    """The longest literal, digits left out, that every match of `pattern` contains."""
     runs, depth = [""], 0
     for token in re.findall(r"\\.|\[[^\]]*\]|\{[^}]*\}|.", pattern):
         if token in "()":
@@ -114,5 +114,5 @@ def longest_literal(pattern: str) -> str:
 
 
 def suspicious(text: str) -> bool:
-    """Whether a line, or a whole block of lines, could say something about a failure."""
+    """Whether a line, or a block of lines, may be about a failure."""
     return any(map(text.__contains__, HINTS))

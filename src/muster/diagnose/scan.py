@@ -1,7 +1,7 @@
-"""Reading a log line by line: who speaks, which exceptions were raised, how processes ended.
+"""Reading a log line by line: the rank of each line, exceptions, and how processes ended.
 
-Logs of several ranks arrive mixed, each rank's lines marked in the manner of its launcher. Only
-what may matter is kept, so the size of the log does not.
+Lines of several ranks are interleaved, each with the prefix of its launcher. Only lines that may
+matter are kept, so logs may be larger than memory.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from muster.diagnose.known import Known, match, suspicious
-from muster.diagnose.marks import Ending, endings, speaker
+from muster.diagnose.log_formats import Ending, endings, split_prefix
 
-PATIENCE = 256  # lines after which a traceback that does not go on is over
+MAX_GAP = 256  # lines after which a traceback without new lines has ended
 KEPT = 200  # exceptions, endings and lines of native code; the first ones matter
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -50,8 +50,8 @@ SPAWNED_WORDS = re.compile(r"^-- Process (\d+) terminated with the following err
 
 
 @dataclass
-class Words:
-    """What one process said of its end: exceptions innermost first, or a line of native code."""
+class ErrorText:
+    """The error of one process: exceptions innermost first, or a line of native code."""
 
     rank: int | None
     line: int
@@ -64,20 +64,20 @@ class Words:
 
     @property
     def follows(self) -> bool:
-        """Whether this is only what a rank says when another one has gone."""
+        """Whether this is only the consequence of another rank's failure."""
         known = self.known
         return bool(known) and all(entry.level > 0 for entry in known)
 
 
 def known_of(chain: Sequence[str]) -> list[Known]:
-    """Causes first. Of several exceptions the outermost knows best what was being done."""
-    found = {known.id: known for words in reversed(chain) for known in match(words)}
+    """Causes first. Of several exceptions the outermost is the most specific."""
+    found = {known.id: known for error in reversed(chain) for known in match(error)}
     return sorted(found.values(), key=lambda known: known.level)
 
 
 @dataclass
 class Seen:
-    """Where a known failure shows first, and how often it shows."""
+    """Where a known failure first occurs, and how often."""
 
     known: Known
     line: int
@@ -87,26 +87,26 @@ class Seen:
     file: str | None = None  # of a run's several logs
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.file}:{self.line}" if self.file else f"line {self.line}"
 
 
 @dataclass
 class _Traceback:
-    words: Words
+    error: ErrorText
     last: int  # line number of the last line that belongs to it
-    told: bool = False  # the exception itself has come
+    complete: bool = False  # the exception itself has been read
     chained: bool = False
     kept: bool = False
 
 
 class Scan:
-    """Feed it every line once, in order; `default_rank` speaks where a line does not say who does."""
+    """Feed it every line once, in order; `default_rank` is that of lines without a prefix."""
 
     def __init__(self, default_rank: int | None = None) -> None:
         self.lines = 0
-        self.raised: list[Words] = []
-        self.native: list[Words] = []
+        self.raised: list[ErrorText] = []
+        self.native: list[ErrorText] = []
         self.endings: list[Ending] = []
         self.seen: dict[str, Seen] = {}
         self._default = default_rank
@@ -116,11 +116,11 @@ class Scan:
         self._ranks: dict[tuple[str, str], int] = {}
         self._summary: dict[str, str] | None = None
         self._root = False
-        self._told_at = 0  # line of the table's last exit code
-        self._printer: int | None = None  # whose lines the table stands in
+        self._exit_code_line = 0  # line of the table's last exit code
+        self._printer: int | None = None  # the rank whose lines the table is in
 
     def feed_block(self, block: str) -> None:
-        """Whole lines; a block that holds nothing of interest is only counted."""
+        """Complete lines; a block without a hint of a failure is only counted."""
         if self._open or self._summary is not None or suspicious(block):
             for line in block.split("\n"):
                 self.feed(line)
@@ -129,20 +129,20 @@ class Scan:
 
     def feed(self, line: str) -> None:
         self.lines += 1
-        if self._open and self.lines % PATIENCE == 0:
-            recent = self.lines - PATIENCE
+        if self._open and self.lines % MAX_GAP == 0:
+            recent = self.lines - MAX_GAP
             self._open = {key: one for key, one in self._open.items() if one.last > recent}
         if not (self._open or self._summary is not None or suspicious(line)):
             return
         line = COLOURS.sub("", line.rstrip().rpartition("\r")[2])[:4000]
-        rank, text = speaker(line)
+        rank, text = split_prefix(line)
         if self._table(rank, text) or self._in_traceback(rank, text):
             return
         host = None
         if nccl := NCCL_LINE.match(text):
             host, pid, text = nccl.groups()
-            if told := NCCL_RANK.search(text):
-                self._ranks[host, pid] = int(told[1])
+            if found := NCCL_RANK.search(text):
+                self._ranks[host, pid] = int(found[1])
             rank = self._ranks.get((host, pid), rank)
         rank = self._default if rank is None else rank
         self._note_known(rank, text)
@@ -161,7 +161,7 @@ class Scan:
             return
         for pattern in NATIVE:
             if (found := pattern.search(text)) and not found[1].startswith("[PG"):
-                self.native.append(Words(rank, self.lines, host, [found[1]]))
+                self.native.append(ErrorText(rank, self.lines, host, [found[1]]))
                 return
 
     def _note_ending(self, text: str) -> None:
@@ -179,7 +179,7 @@ class Scan:
             return False
         if found := SUMMARY.match(text):
             self._summary.setdefault(found[1], found[2].strip())
-            self._told_at = self.lines if found[1] == "exitcode" else self._told_at
+            self._exit_code_line = self.lines if found[1] == "exitcode" else self._exit_code_line
             if found[1] == "traceback" and found[2].startswith(OPENING):
                 self._begin(self._rank_of_table())
             return True
@@ -194,23 +194,27 @@ class Scan:
         return text.startswith("=====")
 
     def _rank_of_table(self) -> int | None:
-        told = re.match(r"\d+", (self._summary or {}).get("rank", ""))
-        return int(told[0]) if told else None
+        found = re.match(r"\d+", (self._summary or {}).get("rank", ""))
+        return int(found[0]) if found else None
 
     def _close_table(self) -> None:
         table = self._summary or {}
-        if told := re.match(r"-?\d+", table.get("exitcode", "")):
+        if found := re.match(r"-?\d+", table.get("exitcode", "")):
             ending = Ending(
-                self._rank_of_table(), int(told[0]), self._told_at, table.get("host"), self._root
+                self._rank_of_table(),
+                int(found[0]),
+                self._exit_code_line,
+                table.get("host"),
+                self._root,
             )
             self.endings.append(ending)
             self._note_known(ending.rank, f"exitcode: {ending.code}")
         self._open.clear()
         self._summary = {}
 
-    def _begin(self, rank: int | None, chain_of: Words | None = None) -> None:
-        words = chain_of or Words(rank, self.lines)
-        self._open[rank] = _Traceback(words, self.lines, kept=chain_of is not None)
+    def _begin(self, rank: int | None, chain_of: ErrorText | None = None) -> None:
+        error = chain_of or ErrorText(rank, self.lines)
+        self._open[rank] = _Traceback(error, self.lines, kept=chain_of is not None)
 
     def _in_traceback(self, rank: int | None, text: str) -> bool:
         """Whether this line belongs to a traceback: frames are not searched for known failures."""
@@ -220,7 +224,7 @@ class Scan:
         key = self._unmarked(text) if rank is None else rank
         opened = self._open.get(key)
         if text.startswith(OPENING):
-            self._begin(key, opened.words if opened and opened.chained else None)
+            self._begin(key, opened.error if opened and opened.chained else None)
             return True
         if opened is None:
             return False
@@ -228,17 +232,17 @@ class Scan:
         return self._go_on(key, opened, text, prefixed=rank is not None)
 
     def _unmarked(self, text: str) -> int | None:
-        """Who speaks in a line that does not say so: a rank whose traceback began on the line before
-        and only there carried a mark, the process that `spawn` just named, or the log's own rank."""
+        """The rank of a line without a prefix: the one whose traceback began on the line before and had a
+        prefix only there, the process that `spawn` just named, or the log's own rank."""
         for key, opened in self._open.items():
-            if key is not None and not opened.told and opened.last == self.lines - 1:
+            if key is not None and not opened.complete and opened.last == self.lines - 1:
                 self._loose = key if text[:1].isspace() else self._loose
         if self._loose in self._open and self._loose is not None:
             return self._loose
         return self._default if self._named is None else self._named
 
     def _go_on(self, key: int | None, opened: _Traceback, text: str, prefixed: bool) -> bool:
-        if not opened.told:
+        if not opened.complete:
             if not text or text[0].isspace():
                 return True
             if found := EXCEPTION.match(text):
@@ -249,7 +253,7 @@ class Scan:
             return True
         if not text and not prefixed:
             return False
-        chain = opened.words.chain
+        chain = opened.error.chain
         more = (
             prefixed or chain[-1].endswith("Last error:") or text.startswith(("\t", "nccl", "Last"))
         )
@@ -263,10 +267,10 @@ class Scan:
 
     def _raise(self, opened: _Traceback, found: re.Match[str]) -> None:
         kind = found[1].rpartition(".")[2]
-        opened.told, opened.chained = True, False
-        opened.words.chain.append(f"{kind}: {found[2] or ''}".removesuffix(": "))
-        self._note_known(opened.words.rank, found[0])
+        opened.complete, opened.chained = True, False
+        opened.error.chain.append(f"{kind}: {found[2] or ''}".removesuffix(": "))
+        self._note_known(opened.error.rank, found[0])
         self._note_ending(found[0])
         if kind not in LAUNCHER and not opened.kept and len(self.raised) < KEPT:
-            opened.kept, opened.words.line = True, self.lines
-            self.raised.append(opened.words)
+            opened.kept, opened.error.line = True, self.lines
+            self.raised.append(opened.error)

@@ -51,8 +51,8 @@ class _Prefix:
         self.extra = extra  # natural log: language model and bonuses of the finished words
         self.children: dict[int, _Prefix] = {}
 
-    def forget(self) -> None:
-        """Leave the tree, unless longer labellings that begin like this one hang on it."""
+    def remove(self) -> None:
+        """Remove it from the tree, unless it is a prefix of others."""
         if self.parent is not None and not self.children:
             del self.parent.children[self.token]
 
@@ -163,7 +163,7 @@ def prefix_beam(
         kept = heapq.nlargest(width, grown.items(), key=lambda x: _add(*x[1]) + x[0].extra)
         beam = {prefix: ends for prefix, ends in kept if prefix.extra > _NEVER}
         for prefix in grown.keys() - beam.keys():
-            prefix.forget()
+            prefix.remove()
     scored = [(prefix.ids(), _add(*ends) + words.final(prefix)) for prefix, ends in beam.items()]
     return sorted(scored, key=lambda x: -x[1])
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
 import re
 import sys
 import zlib
@@ -16,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from muster.errors import DataError
 
@@ -77,40 +76,6 @@ class NGram:
         entries = {tuple(words): (p, backoff) for p, backoff, *words in saved["entries"]}
         return cls(saved["order"], entries)
 
-    def write_arpa(self, path: str | Path) -> None:
-        """An ARPA file, compressed when the name ends in .gz. Appears whole or not at all."""
-        path = Path(path)
-        by_order: list[list[Words]] = [[] for _ in range(self.order)]
-        for words in self.entries:
-            by_order[len(words) - 1].append(words)
-        partial = path.with_name(path.name + ".partial")
-        try:
-            with partial.open("wb") as raw:
-                if path.suffix == ".gz":
-                    # No name and no time inside: the same model, the same bytes.
-                    with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed:
-                        self._write(packed, by_order)
-                else:
-                    self._write(raw, by_order)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _write(self, out: IO[bytes] | gzip.GzipFile, by_order: list[list[Words]]) -> None:
-        def say(line: str) -> None:
-            out.write(line.encode() + b"\n")
-
-        say("\\data\\")
-        for n, group in enumerate(by_order, 1):
-            say(f"ngram {n}={len(group)}")
-        for n, group in enumerate(by_order, 1):
-            say(f"\n\\{n}-grams:")
-            for words in sorted(group):
-                log_prob, weight = self.entries[words]
-                tail = f"\t{weight:.8g}" if weight else ""
-                say(f"{log_prob:.8g}\t{' '.join(words)}{tail}")
-        say("\n\\end\\")
-
 
 def build(texts: Iterable[str], order: int) -> NGram:
     """A model of the words of `texts`, one sentence each, with interpolated Witten–Bell smoothing.
@@ -163,7 +128,7 @@ def _count(texts: Iterable[str], order: int) -> dict[Words, Counter[str]]:
 
 
 def read_arpa(path: str | Path) -> NGram:
-    """The model in an ARPA file, plain or gzip-compressed (told apart by content)."""
+    """The model in an ARPA file, plain or gzip-compressed (detected by content)."""
     try:
         with Path(path).open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -177,7 +142,7 @@ def read_arpa(path: str | Path) -> NGram:
 
 
 class _Reader:
-    """Walks an ARPA file line by line and knows where it stands when something is wrong.
+    """Parses an ARPA file line by line, with line numbers in errors.
 
     Bytes are split before they are decoded: a word may hold a no-break space, which `str.split`
     would take for a gap.
@@ -212,7 +177,7 @@ class _Reader:
                 self.entry(line, n)
             if len(self.entries) - before != size:
                 raise self.error(
-                    f"the header promises {size} {n}-grams, {len(self.entries) - before} came"
+                    f"the header says {size} {n}-grams, the file has {len(self.entries) - before}"
                 )
         if line != b"\\end\\":
             raise self.error(f"expected \\end\\, found {_show(line)}")
@@ -245,7 +210,7 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self.error(f"not UTF-8: {_show(line)}") from error
         if words in self.entries:
-            raise self.error(f"this n-gram stands in the file twice: {_show(line)}")
+            raise self.error(f"this n-gram is in the file twice: {_show(line)}")
         self.entries[words] = (log_prob, weight)
 
     def number_in(self, field: bytes, line: bytes) -> float:
@@ -262,7 +227,7 @@ class _Reader:
 
 
 def _intern(word: bytes) -> str:
-    """One object per spelling, since a word stands in many n-grams. Some tools write <UNK>."""
+    """One object per spelling, since a word is in many n-grams. Some tools write <UNK>."""
     return UNKNOWN if word == b"<UNK>" else sys.intern(word.decode())
 
 

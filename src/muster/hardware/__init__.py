@@ -1,1 +1,1 @@
-"""What this machine has."""
+"""The hardware of this machine: GPUs, CPUs, network, and the environment variables for it."""

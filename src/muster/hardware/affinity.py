@@ -1,7 +1,7 @@
-"""Each rank on cores of its own: near its GPU, or an equal slice of them all.
+"""CPU affinity: each rank on its own cores, on the NUMA node of its GPU, or an equal share of all cores.
 
-Two ranks that share cores slow each other down, and a rank far from its GPU feeds it across the
-link between processors.
+Two ranks that share cores slow each other down, and a rank on another NUMA node than its GPU copies
+across the link between processors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def cores_for(
 ) -> set[int]:
     """The CPUs, by the kernel's numbers, for one of this node's ranks.
 
-    Only CPUs that this process may use already: a choice made with taskset or by a scheduler holds.
+    Only CPUs that this process may use already: an affinity set with taskset or by a scheduler is kept.
     Where this process sees every rank's GPU, and each names a NUMA node with cores enough, the ranks
     of a node share that node; otherwise all ranks share all cores. With fewer CPUs than ranks, each
     rank gets all of them.

@@ -1,7 +1,6 @@
-"""AMD's GPUs: asked of the amdsmi library, else of the rocm-smi program, else read from /sys.
+"""AMD's GPUs: from the amdsmi library, else from the rocm-smi program, else from /sys.
 
-They are offered to a run only under a torch built for ROCm: many a processor carries a small AMD
-GPU for its screen.
+A run uses them only with a torch built for ROCm: many processors have a small AMD GPU for the display.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from muster.hardware.devices import (
     Gpu,
     Hidden,
     Process,
-    left_behind,
+    hidden_gpus,
     numa_node,
     pcie_of,
     read,
@@ -32,8 +31,8 @@ from muster.hardware.devices import (
 
 Listing = tuple[list[Gpu], set[tuple[int, int]]]  # every GPU, and the pairs that XGMI joins
 
-QUESTION = ["rocm-smi", "--showproductname", "--showuniqueid", "--showbus", "--showmeminfo", "vram"]
-QUESTION += ["--showtoponuma", "--showtopotype", "--json"]
+COMMAND = ["rocm-smi", "--showproductname", "--showuniqueid", "--showbus", "--showmeminfo", "vram"]
+COMMAND += ["--showtoponuma", "--showtopotype", "--json"]
 PAIR = re.compile(r"link type between drm devices (\d+) and (\d+)")
 KFD_XGMI = 11  # the kernel's number for that kind of link
 
@@ -41,25 +40,25 @@ KFD_XGMI = 11  # the kernel's number for that kind of link
 def find(root: Path, env: Mapping[str, str]) -> Found | None:
     """None where there is no AMD GPU."""
     if not (root / "sys/class/kfd").is_dir():
-        return None  # no driver for computing
+        return None  # no compute driver
     every, joined = _listing(root)
     if not every:
         return None
-    every = [_placed(gpu, root) for gpu in every]
+    every = [_with_sysfs(gpu, root) for gpu in every]
     driver = read(root / "sys/module/amdgpu/version")
     if not torch_is_for_rocm():
         why = "torch here is not built for ROCm"
-        return Found((), left_behind(every, (), why), driver=driver)
+        return Found((), hidden_gpus(every, (), why), driver=driver)
     chosen, hidden = masked(every, env)
     pairs = itertools.combinations(range(len(chosen)), 2)
     numbers = [gpu.physical or 0 for gpu in chosen]
     links = tuple((a, b) for a, b in pairs if tuple(sorted((numbers[a], numbers[b]))) in joined)
-    gpus = tuple(replace(gpu, index=place) for place, gpu in enumerate(chosen))
+    gpus = tuple(replace(gpu, index=position) for position, gpu in enumerate(chosen))
     return Found(gpus, hidden, links, driver=driver)
 
 
 def torch_is_for_rocm() -> bool:
-    """Read from the file that says how torch was built, without importing torch."""
+    """From torch's version.py, without importing torch."""
     spec = importlib.machinery.PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -73,10 +72,10 @@ def masked(every: Sequence[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], tup
     chosen, hidden = list(every), tuple[Hidden, ...]()
     second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
     for variable in ("ROCR_VISIBLE_DEVICES", second):
-        counted = [replace(gpu, physical=place) for place, gpu in enumerate(chosen)]
+        counted = [replace(gpu, physical=position) for position, gpu in enumerate(chosen)]
         numbers = [gpu.physical or 0 for gpu in visible(counted, env.get(variable))]
         left = [chosen[number] for number in numbers]
-        hidden += left_behind(chosen, left, variable)
+        hidden += hidden_gpus(chosen, left, variable)
         chosen = left
     return chosen, tuple(sorted(hidden, key=lambda gpu: gpu.physical))
 
@@ -86,7 +85,7 @@ def _listing(root: Path) -> Listing:
     for reader in readers:
         try:
             found = reader()
-        except Exception:  # not installed, too old, not allowed: the next one may know
+        except Exception:  # not installed, too old, not permitted: try the next one
             continue
         if found[0]:
             return found
@@ -134,18 +133,20 @@ def _from_handle(amdsmi: Any, number: int, handle: Any) -> Gpu:
 
 
 def _from_program() -> Listing:
-    done = subprocess.run(QUESTION, capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run(COMMAND, capture_output=True, text=True, timeout=30, check=True)
     answer = json.loads(done.stdout[done.stdout.index("{") :])  # warnings may come first
     gpus, joined = [], set()
-    for card, told in answer.items():
-        told = {key.lower(): value for key, value in told.items()}  # spelt so or so by version
+    for card, properties in answer.items():
+        properties = {
+            key.lower(): value for key, value in properties.items()
+        }  # upper or lower case by version
         if card == "system":
-            links = [(PAIR.search(key), value) for key, value in told.items()]
+            links = [(PAIR.search(key), value) for key, value in properties.items()]
             joined |= {(int(m[1]), int(m[2])) for m, kind in links if m and kind == "XGMI"}
             continue
-        total, used = told["vram total memory (b)"], told["vram total used memory (b)"]
-        name = told.get("card series") or told.get("card model") or "AMD GPU"
-        uuid, bus = _uuid(told["unique id"]), told.get("pci bus")
+        total, used = properties["vram total memory (b)"], properties["vram total used memory (b)"]
+        name = properties.get("card series") or properties.get("card model") or "AMD GPU"
+        uuid, bus = _uuid(properties["unique id"]), properties.get("pci bus")
         gpus.append(_amd(int(card.removeprefix("card")), name, uuid, int(total), int(used), bus))
     return sorted(gpus, key=lambda gpu: gpu.index), joined
 
@@ -159,16 +160,16 @@ def _from_sys(root: Path) -> Listing:
     """The kernel lists processors and GPUs as nodes; a GPU has compute units, and a render device."""
     gpus: list[Gpu] = []
     numbers, ends = dict[int, int](), set()
-    for node, told in sorted(_nodes(root).items()):
-        device = root / f"sys/class/drm/renderD{told['drm_render_minor']}/device"
+    for node, properties in sorted(_nodes(root).items()):
+        device = root / f"sys/class/drm/renderD{properties['drm_render_minor']}/device"
         total = read_int(device / "mem_info_vram_total")
         if total is None:
-            continue  # a container may see the node, and not be given the device
+            continue  # a container may see the node without the device
         used = read_int(device / "mem_info_vram_used") or 0
         name = read(device / "product_name") or "AMD GPU"
-        uuid = _uuid(read(device / "unique_id") or f"{told.get('unique_id', 0):x}")
+        uuid = _uuid(read(device / "unique_id") or f"{properties.get('unique_id', 0):x}")
         numbers[node] = len(gpus)
-        gpus.append(_amd(len(gpus), name, uuid, total, used, _bus(told)))
+        gpus.append(_amd(len(gpus), name, uuid, total, used, _bus(properties)))
         for link in _node_folder(root).glob(f"{node}/io_links/*/properties"):
             ends.add((node, _properties(link)["node_to"], _properties(link)["type"]))
     joined = {
@@ -186,9 +187,9 @@ def _node_folder(root: Path) -> Path:
 def _nodes(root: Path) -> dict[int, dict[str, int]]:
     found = {}
     for folder in _node_folder(root).glob("*"):
-        told = _properties(folder / "properties")
-        if told.get("simd_count"):
-            found[int(folder.name)] = told | {"gpu_id": read_int(folder / "gpu_id") or 0}
+        properties = _properties(folder / "properties")
+        if properties.get("simd_count"):
+            found[int(folder.name)] = properties | {"gpu_id": read_int(folder / "gpu_id") or 0}
     return found
 
 
@@ -197,19 +198,23 @@ def _properties(path: Path) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
 
 
-def _bus(told: Mapping[str, int]) -> str:
+def _bus(properties: Mapping[str, int]) -> str:
     """The kernel packs bus, device and function in `location_id`."""
-    place = told["location_id"]
-    return f"{told.get('domain', 0):04x}:{place >> 8 & 255:02x}:{place >> 3 & 31:02x}.{place & 7}"
+    position = properties["location_id"]
+    return f"{properties.get('domain', 0):04x}:{position >> 8 & 255:02x}:{position >> 3 & 31:02x}.{position & 7}"
 
 
-def _placed(gpu: Gpu, root: Path) -> Gpu:
-    """With what only /sys tells, whoever listed the GPU: its link, NUMA node, errors, processes."""
+def _with_sysfs(gpu: Gpu, root: Path) -> Gpu:
+    """With what only /sys has: its PCIe link, NUMA node, errors, processes."""
     if gpu.bus_id is None:
         return gpu
     folder = root / "sys/bus/pci/devices" / gpu.bus_id
     errors = re.search(r"ue: *(\d+)", read(folder / "ras/umc_err_count") or "")
-    known = {_bus(told): told["gpu_id"] for told in _nodes(root).values() if "location_id" in told}
+    known = {
+        _bus(properties): properties["gpu_id"]
+        for properties in _nodes(root).values()
+        if "location_id" in properties
+    }
     return replace(
         gpu,
         numa=numa_node(folder),

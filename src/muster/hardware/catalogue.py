@@ -1,5 +1,5 @@
-"""What accelerators can do: known ones from `accelerators.yaml`, one's own as `muster bench device`
-measured them."""
+"""Accelerators and their rates: known ones from `accelerators.yaml`, own ones as measured by `muster
+bench device`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LINKS = ("nvlink", "xgmi", "pcie", "loopback")
 NUMBER_TYPES = ("bf16", "fp16", "fp32")
 THROUGHPUTS = (*(f"{kind}_tflops" for kind in NUMBER_TYPES), "memory_gb_per_s", "host_gb_per_s")
 MEASURED = (*THROUGHPUTS, "link_gb_per_s", "network_gb_per_s", "launch_us")
-SAME_MEMORY = 0.12  # ECC, driver and a sheet's GB move it by less; half a GPU is further off
+SAME_MEMORY = 0.12  # ECC, the driver and GB on data sheets change it by less
 
-# A host's processor before anyone measured it: what an old core with AVX2 surely reaches.
-CORE_TFLOPS = {"bf16": 0.01, "fp32": 0.03}  # it has to make up bfloat16 from float32
+# A host's processor before it is measured: the rates of an old core with AVX2.
+CORE_TFLOPS = {"bf16": 0.01, "fp32": 0.03}  # bfloat16 is emulated in float32
 CORE_GB_PER_S, HOST_GB_PER_S = 5.0, 40.0  # to memory: one core, and all of them at most
 LOOPBACK_GB_PER_S = 1.0  # an all-reduce through gloo
 NETWORK_GB_PER_S = 1.25  # 10 Gb/s
@@ -38,8 +38,8 @@ NETWORK_GB_PER_S = 1.25  # 10 Gb/s
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device as torch sees it. Peaks, GB = 10⁹ bytes; `measured` holds what was really achieved,
-    under the names in MEASURED, and goes before them."""
+    """One device as torch sees it. Peaks, GB = 10⁹ bytes; `measured` holds measured rates, under
+    the names in MEASURED, which take precedence."""
 
     name: str
     title: str
@@ -93,14 +93,14 @@ def find(name: str, folder: Path = BENCH) -> Accelerator:
 
 
 def recognise(device_name: str, memory_gib: float | None) -> Accelerator | None:
-    """From the name that NVML, torch or ROCm gives it. Memory tells variants apart; where it fits none
-    (a slice, a card that somebody rebuilt), the device is not known."""
-    words = device_name.lower()
-    if " mig " in words:
+    """From the name that NVML, torch or ROCm gives it. Memory distinguishes variants; where it matches
+    none (a MIG slice, a modified card), the device is unknown."""
+    text = device_name.lower()
+    if " mig " in text:
         return None
-    found = [_known()[name] for name, pattern in _patterns().items() if re.search(pattern, words)]
+    found = [_known()[name] for name, pattern in _patterns().items() if re.search(pattern, text)]
     if memory_gib is None and len(found) > 1:
-        size = re.search(r"(\d+) ?gb", words)
+        size = re.search(r"(\d+) ?gb", text)
         memory_gib = float(size[1]) if size else 0.0
     if memory_gib is not None:
         found = [a for a in found if abs(memory_gib / a.memory_gib - 1) <= SAME_MEMORY]
@@ -108,7 +108,7 @@ def recognise(device_name: str, memory_gib: float | None) -> Accelerator | None:
 
 
 def cpu(ranks: int, root: Path = Path("/")) -> Accelerator:
-    """This host's processor as one of `ranks` ranks has it, with cautious rates. `root` holds /sys and
+    """This host's processor as one of `ranks` ranks has it, with conservative rates. `root` holds /sys and
     /proc."""
     cores = cpus.find(root).usable
     memory_rate = min(CORE_GB_PER_S * cores, HOST_GB_PER_S) / ranks
@@ -163,9 +163,9 @@ def _name_in(path: Path) -> str:
 
 def _key(name: str) -> str:
     """`NVIDIA GeForce RTX 4090`, `rtx-4090`, `RTX4090` and `4090` are one."""
-    words = re.sub(r"(?<=\d) ?gb\b", "", name.lower())
-    words = re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx", "", words)
-    return re.sub(r"[^a-z0-9]", "", words)
+    text = re.sub(r"(?<=\d) ?gb\b", "", name.lower())
+    text = re.sub(r"nvidia|geforce|tesla|amd|instinct|rtx", "", text)
+    return re.sub(r"[^a-z0-9]", "", text)
 
 
 @cache
@@ -182,7 +182,7 @@ def _known() -> dict[str, Accelerator]:
 
 @cache
 def _keys() -> dict[str, str]:
-    """Every spelling without ornaments, and the name it stands for."""
+    """Every normalized spelling, and the name it means."""
     aliases = _document()["aliases"]
     return {_key(alias): name for alias, name in aliases.items()} | {_key(n): n for n in _known()}
 
@@ -198,7 +198,7 @@ def _accelerator(name: str, entry: Mapping[str, Any], path: Path) -> Accelerator
     for key, value in _required(entry, path):
         if key in ("title", "vendor", "link"):
             if not isinstance(value, str) or (key == "link" and value not in LINKS):
-                expected = f"one of {', '.join(LINKS)}" if key == "link" else "words"
+                expected = f"one of {', '.join(LINKS)}" if key == "link" else "text"
                 raise _bad(path, f"{name}.{key}", f"is {value!r}", expected)
             values[key] = value
         elif key == "matrix_tflops":
@@ -225,7 +225,7 @@ def _section(path: Path, key: str) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _bad(
-            path, "", f"cannot be read as JSON ({error})", "a file of its own making"
+            path, "", f"cannot be read as JSON ({error})", "a file that `muster bench device` wrote"
         ) from None
     section = document.get(key) if isinstance(document, dict) else None
     if not isinstance(section, dict):

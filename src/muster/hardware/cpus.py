@@ -1,4 +1,4 @@
-"""Which CPU cores this process may use, and how they lie."""
+"""Which CPU cores this process may use, and their topology."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def find(root: Path) -> Cpus:
     )
 
 
-def cpu_list(words: str) -> list[int]:
+def cpu_list(text: str) -> list[int]:
     """The kernel's notation: `0-3,8` is 0, 1, 2, 3, 8."""
     found: list[int] = []
-    for part in filter(None, words.split(",")):
+    for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
         found += range(int(first), int(last or first) + 1)
     return found
@@ -73,15 +73,15 @@ def _nodes(folder: Path) -> tuple[tuple[int, ...], ...]:
 def _cores(folder: Path, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     siblings = set()
     for cpu in online:
-        words = read(folder / f"cpu{cpu}/topology/thread_siblings_list")
-        siblings.add(tuple(cpu_list(words or str(cpu))))
+        text = read(folder / f"cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(tuple(cpu_list(text or str(cpu))))
     return tuple(sorted(siblings))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's cgroup and those above it, for version 2 and version 1.
 
-    A container often sees its own group as the root, whatever /proc says: the root counts always.
+    A container often sees its own group as the root, whatever /proc says: the root is always included.
     """
     mount = root / "sys/fs/cgroup"
     for line in (read(root / "proc/self/cgroup") or "").splitlines():
@@ -100,9 +100,9 @@ def _quota(root: Path) -> float | None:
     """The tightest quota on the way up, in cores."""
     found = []
     for folder in _groups(root, "cpu"):
-        words = (read(folder / "cpu.max") or "max").split()  # version 2: `350000 100000`
-        if words[0] != "max" and len(words) == 2:
-            found.append(int(words[0]) / int(words[1]))
+        limits = (read(folder / "cpu.max") or "max").split()  # version 2: `350000 100000`
+        if limits[0] != "max" and len(limits) == 2:
+            found.append(int(limits[0]) / int(limits[1]))
         quota = read_int(folder / "cpu.cfs_quota_us")  # version 1: -1 is none
         period = read_int(folder / "cpu.cfs_period_us")
         if quota is not None and quota > 0 and period:
@@ -114,6 +114,6 @@ def _cpuset(root: Path) -> set[int] | None:
     """The affinity the kernel reports lies within it already; read for a tree other than `/`."""
     for folder in _groups(root, "cpuset"):
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):
-            if words := read(folder / name):
-                return set(cpu_list(words))
+            if text := read(folder / name):
+                return set(cpu_list(text))
     return None

@@ -1,4 +1,4 @@
-"""What is known of a GPU, whoever made it, and which of them a mask leaves."""
+"""Properties of a GPU of any vendor, and which GPUs a mask leaves visible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """None means that nobody could say."""
+    """None means unknown."""
 
     index: int  # among those this process may use
     name: str
@@ -38,7 +38,7 @@ class Gpu:
     physical: int | None = None  # its number in nvidia-smi or rocm-smi, whatever the mask
     free_gib: float | None = None
     bus_id: str | None = None  # 0000:3b:00.0
-    numa: int | None = None  # the NUMA node it hangs on
+    numa: int | None = None  # its NUMA node
     pcie: Pcie | None = None
     nvlinks: int = 0  # links that are up
     mig: bool = False  # a slice of a GPU
@@ -61,7 +61,7 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Found:
-    """One maker's GPUs; links and paths name them by index."""
+    """One vendor's GPUs; links and paths name them by index."""
 
     gpus: tuple[Gpu, ...]
     hidden: tuple[Hidden, ...] = ()
@@ -93,7 +93,7 @@ def visible(found: Sequence[Gpu], mask: str | None) -> list[Gpu]:
     return chosen
 
 
-def left_behind(found: Sequence[Gpu], chosen: Sequence[Gpu], by: str) -> tuple[Hidden, ...]:
+def hidden_gpus(found: Sequence[Gpu], chosen: Sequence[Gpu], by: str) -> tuple[Hidden, ...]:
     return tuple(Hidden(g.physical or 0, g.name, g.uuid, by) for g in found if g not in chosen)
 
 
@@ -106,8 +106,8 @@ def read(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    words = read(path)
-    return int(words) if words and words.lstrip("-").isdigit() else None
+    text = read(path)
+    return int(text) if text and text.lstrip("-").isdigit() else None
 
 
 def numa_node(folder: Path) -> int | None:

@@ -1,4 +1,4 @@
-"""Which variables this hardware wants, each with its reason. What the user set always wins."""
+"""Environment variables for this hardware, each with its reason. What the user set always wins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from typing import NamedTuple
 from muster.hardware import network
 from muster.hardware.inventory import Inventory
 
-SHARP = ("H100", "H200", "B200", "B300", "GB200")  # GPUs whose switches add gradients up on the way
+SHARP = (
+    "H100",
+    "H200",
+    "B200",
+    "B300",
+    "GB200",
+)  # GPUs with NVLink SHARP: reductions in the switches
 SINCE = {  # NCCL's own documentation, "Environment Variables"
     "NCCL_P2P_LEVEL": (2, 3, 4),
     "NCCL_NET_GDR_LEVEL": (2, 4, 0),
@@ -31,7 +37,7 @@ class Variable:
 
 
 class Rule(NamedTuple):
-    """A variable people expect on such a machine; without a value it is left out for the reason."""
+    """A variable that is common on such a machine; without a value it is left out for the reason."""
 
     name: str
     value: str | None
@@ -65,9 +71,9 @@ def variables(
     nodes: int = 1,
     master: str | None = None,
 ) -> list[Variable]:
-    """What `ranks` ranks on each of `nodes` nodes should find in their environment.
+    """The environment of `ranks` ranks on each of `nodes` nodes.
 
-    `master` is the address at which nodes meet: the interface that leads there is theirs.
+    `master` is MASTER_ADDR: its route decides the network interface.
     """
     job = Job(inventory, ranks, strategy, nodes, master, env)
     found = []
@@ -87,7 +93,7 @@ def left_out(
     nodes: int = 1,
     master: str | None = None,
 ) -> dict[str, str]:
-    """The variables people expect on such a machine and do not get, and why not."""
+    """The variables that are common on such a machine and are not set, and why."""
     job = Job(inventory, ranks, strategy, nodes, master, env)
     rules = [rule for rule in _rules(job) if rule.value is None and rule.name not in env]
     return {name: reason for name, _, reason in rules}
@@ -99,36 +105,33 @@ def apply(found: list[Variable], env: MutableMapping[str, str] = os.environ) -> 
         env.setdefault(variable.name, variable.value)
 
 
-def data_workers(inventory: Inventory, ranks: int | None = None) -> int:
-    """Decoding threads per rank: its share of the cores, one of them left to the rank itself.
+def data_workers(cores: int, gpus: int) -> int:
+    """Decoding threads per rank, where `gpus` ranks share `cores`: one core is left to the rank itself.
 
-    One where the model computes on the CPU too: decoding then takes time from it. Without `ranks`
-    there is one per GPU; a rank that is pinned sees its own cores only, and shares them with nobody.
+    Without a GPU there is one thread: decoding competes with the model for the CPU.
     """
-    if not inventory.gpus:
-        return 1
-    return min(8, max(1, inventory.cpus // (ranks or len(inventory.gpus)) - 1))
+    return min(8, max(1, cores // gpus - 1)) if gpus else 1
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """Of the NCCL that came with torch, from its package; None where nobody says."""
+    """Of the NCCL that came with torch, from its package; None where unknown."""
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
         try:
-            words = importlib.metadata.version(package).split(".")[:3]
+            parts = importlib.metadata.version(package).split(".")[:3]
         except importlib.metadata.PackageNotFoundError:
             continue
-        return tuple(int(word) for word in words if word.isdigit())
+        return tuple(int(part) for part in parts if part.isdigit())
     return None
 
 
 def _rules(job: Job) -> Iterator[Rule]:
-    """The profiles that fit the machine, less what its NCCL does not know."""
+    """The rules for the machine, less what its NCCL does not have."""
     version = nccl_version()
     for rule in _profiles(job):
         since = SINCE.get(rule.name)
         if rule.value is not None and version and since and version < since:
             known, found = (".".join(map(str, v)) for v in (since, version))
-            reason = f"NCCL knows it from {known} on, and this is {found}"
+            reason = f"NCCL has it from {known} on, and this is {found}"
             yield rule._replace(value=None, reason=reason)
         else:
             yield rule
@@ -144,9 +147,9 @@ def _profiles(job: Job) -> Iterator[Rule]:
         yield from _rocm()
     if job.alone:
         if job.inventory.gpus:
-            yield Rule("NCCL_*", None, "one process has nobody to talk to")
+            yield Rule("NCCL_*", None, "one process has no peers")
     else:
-        reason = "collectives each rank remembers: after a hang they show who did not arrive"
+        reason = "collectives in each rank's flight recorder, to find the rank that caused a hang"
         yield Rule("TORCH_FR_BUFFER_SIZE", "2000", reason)
         if job.inventory.gpus:
             yield from _collectives(job)
@@ -155,13 +158,13 @@ def _profiles(job: Job) -> Iterator[Rule]:
         elif job.inventory.gpus:
             yield from _one_node(job)
     if not job.inventory.gpus:
-        yield Rule("NCCL_*, CUDA_*", None, "there is no GPU: CPU ranks talk through gloo")
+        yield Rule("NCCL_*, CUDA_*", None, "there is no GPU: CPU ranks use gloo")
 
 
 def _allocator(job: Job) -> Iterator[Rule]:
     """One setting under three names; the user's name is kept, since two that differ would clash."""
     name = next((name for name in ALLOCATOR if name in job.env), ALLOCATOR[0])
-    yield Rule(name, "expandable_segments:True", "less memory lost to gaps between tensors")
+    yield Rule(name, "expandable_segments:True", "less memory lost to fragmentation")
     names = {gpu.name for gpu in job.inventory.gpus}
     if len(names) > 1 and job.of("nvidia"):
         reason = "GPUs differ: numbered as nvidia-smi numbers them, not the fastest first"
@@ -169,9 +172,9 @@ def _allocator(job: Job) -> Iterator[Rule]:
 
 
 def _rocm() -> Iterator[Rule]:
-    reason = "kernels keep their scratch memory instead of fetching it anew at each launch"
+    reason = "kernels keep their scratch memory instead of allocating it at each launch"
     yield Rule("HSA_NO_SCRATCH_RECLAIM", "1", reason)
-    yield Rule("HSA_ENABLE_SDMA", "1", "copies run on engines of their own, beside the computation")
+    yield Rule("HSA_ENABLE_SDMA", "1", "copies run on DMA engines, in parallel to the computation")
     reason = "GPUs without XGMI between them may write to each other over PCIe"
     yield Rule("HSA_FORCE_FINE_GRAIN_PCIE", "1", reason)
 
@@ -183,7 +186,7 @@ def _collectives(job: Job) -> Iterator[Rule]:
     if job.of("amd"):
         return  # RCCL finds XGMI by itself; NVLink, its switches and CUDA's queues are NVIDIA's
     if found.links:
-        reason = "GPUs talk to each other over NVLink"
+        reason = "GPUs are connected by NVLink"
         if len(found.links) < len(found.gpus) * (len(found.gpus) - 1) // 2:
             reason += "; pairs without one go through host memory"
         yield Rule("NCCL_P2P_LEVEL", "NVL", reason)
@@ -191,15 +194,15 @@ def _collectives(job: Job) -> Iterator[Rule]:
         reason = "no NVLink here; NVL would forbid PCIe too, so NCCL chooses"
         yield Rule("NCCL_P2P_LEVEL", None, reason)
     if found.nvswitch and all(any(s in g.name for s in SHARP) for g in found.gpus):
-        yield Rule("NCCL_NVLS_ENABLE", "1", "the switches add gradients up (NVLink SHARP)")
+        yield Rule("NCCL_NVLS_ENABLE", "1", "the switches reduce gradients (NVLink SHARP)")
     else:
         reason = "needs NVSwitch and Hopper or Blackwell; 1 fails elsewhere"
         yield Rule("NCCL_NVLS_ENABLE", None, reason)
     if job.strategy == "ddp":
-        reason = "kernels start in the order they were queued, so gradients leave early"
+        reason = "kernels start in the order they were queued, so that gradients are sent early"
         yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", reason)
     else:
-        reason = "1 would keep sharded strategies from gathering while they compute"
+        reason = "1 would keep sharded strategies from overlapping all-gathers with computation"
         yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", None, reason)
 
 
@@ -208,7 +211,7 @@ def _one_node(job: Job) -> Iterator[Rule]:
     reason = "network cards read GPU memory directly, at any distance (SYS)"
     yield Rule("NCCL_NET_GDR_LEVEL", "5", reason)
     if any(not network.why_not(name) for name in job.inventory.interfaces):
-        reason = "ranks meet through the network, not the loopback or docker's bridge"
+        reason = "ranks connect through the network, not the loopback or docker's bridge"
         yield Rule("NCCL_SOCKET_IFNAME", "^lo,docker", reason)
     else:
         reason = "the loopback is the only interface, and NCCL needs one"
@@ -219,7 +222,7 @@ def _cluster(job: Job) -> Iterator[Rule]:
     """Between nodes: through which interface, and over InfiniBand or sockets."""
     name = network.interface_for(job.master) if job.master else None
     if job.master is None:
-        reason = "no address to meet at is given, so the way there is unknown"
+        reason = "no master address is given, so the route is unknown"
     elif name is None:
         reason = f"no route leads from here to {job.master}"
     elif name == "lo":

@@ -1,4 +1,4 @@
-"""Which devices this machine offers, found without importing torch."""
+"""The devices of this machine, found without importing torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
+from muster.errors import LaunchError
 from muster.hardware import amd, cpus, network, nvidia
 from muster.hardware.cpus import Cpus
 from muster.hardware.devices import Found, Gpu, Hidden, Pcie, Process
@@ -26,21 +27,38 @@ class Inventory:
     memory_gib: float
     host: str
     links: tuple[tuple[int, int], ...] = ()  # pairs of GPUs that NVLink or XGMI connects, by index
-    nvswitch: bool = False  # the links go through switches, which can add up on the way
+    nvswitch: bool = False  # the links go through switches, which can reduce (NVLink SHARP)
     interfaces: tuple[str, ...] = ()  # network interfaces that are up
     paths: tuple[
         tuple[int, int, str], ...
-    ] = ()  # how two GPUs meet over PCIe: PIX PXB PHB NODE SYS
+    ] = ()  # the PCIe path between two GPUs: PIX PXB PHB NODE SYS
     hidden: tuple[Hidden, ...] = ()  # GPUs that this process may not use, and why
     cpu: Cpus | None = None
     network: tuple[Interface, ...] = ()  # those fit for ranks first
     infiniband: tuple[InfinibandPort, ...] = ()
     driver: str | None = None
 
-    @property
-    def devices(self) -> int:
-        """Ranks a run uses when nobody says otherwise: every GPU, or one process on all cores."""
-        return len(self.gpus) or 1
+    def rank_count(
+        self,
+        asked: int | Literal["all", "auto"] | None = None,
+        *,
+        cpu_ranks: int = 1,
+        share: bool = False,
+    ) -> int:
+        """How many ranks to start here: `asked`; by default one per GPU, or `cpu_ranks` without one.
+
+        `all` is one per GPU, or one per CPU core. With `share`, several ranks may share a GPU.
+        """
+        if asked == "all":
+            return len(self.gpus) or self.cpus
+        if not isinstance(asked, int):
+            return len(self.gpus) or cpu_ranks
+        if self.gpus and asked > len(self.gpus) and not share:
+            raise LaunchError(
+                f"--gpus {asked}, but this machine offers {self.describe()}; ask for at most "
+                f"{len(self.gpus)}, or for all of them with --gpus all"
+            )
+        return asked
 
     def describe(self) -> str:
         if self.gpus:
@@ -61,8 +79,8 @@ class Inventory:
         reasons: dict[str, list[str]] = {}
         for gpu in self.hidden:
             reasons.setdefault(gpu.by, []).append(str(gpu.physical))
-        words = {by: f"by {by}" if by.endswith("_DEVICES") else f"since {by}" for by in reasons}
-        return [f"GPU {', '.join(gpus)} hidden {words[by]}" for by, gpus in reasons.items()]
+        phrases = {by: f"by {by}" if by.endswith("_DEVICES") else f"since {by}" for by in reasons}
+        return [f"GPU {', '.join(gpus)} hidden {phrases[by]}" for by, gpus in reasons.items()]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

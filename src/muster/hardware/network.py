@@ -1,4 +1,4 @@
-"""The network interfaces through which nodes can meet, and the InfiniBand devices."""
+"""The network interfaces between nodes, and the InfiniBand devices."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import psutil
 
 from muster.hardware.devices import numa_node, read
 
-# By the beginning of the name: made by a container or virtual machine tool, leading to no other host.
+# By prefix of the name: virtual interfaces of containers and virtual machines, with no route to other hosts.
 VIRTUAL = {
     "docker": "docker's bridge",
     "br-": "a bridge of docker's",
-    "veth": "one end of a container's cable",
+    "veth": "a container's virtual link",
     "virbr": "a bridge for virtual machines",
     "cni": "a bridge for pods",
     "flannel": "an overlay for pods",
-    "cali": "a pod's cable",
-    "cilium": "a pod's cable",
-    "lxc": "a container's cable",
+    "cali": "a pod's virtual link",
+    "cilium": "a pod's virtual link",
+    "lxc": "a container's virtual link",
     "kube": "for Kubernetes services",
-    "nodelocaldns": "for names in Kubernetes",
+    "nodelocaldns": "for DNS in Kubernetes",
     "tun": "a tunnel",
-    "tap": "a virtual machine's cable",
+    "tap": "a virtual machine's virtual link",
 }
 
 
@@ -34,7 +34,7 @@ class Interface:
     name: str
     addresses: tuple[str, ...]  # IPv4 first
     speed_mbps: int | None = None
-    left_out: str | None = None  # why ranks should not meet through it
+    left_out: str | None = None  # why ranks should not use it
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, as its driver (NVML) tells."""
+"""NVIDIA's GPUs, from its driver (NVML)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from muster.hardware.devices import (
     Hidden,
     Pcie,
     Process,
-    left_behind,
+    hidden_gpus,
     numa_node,
     visible,
 )
@@ -42,7 +42,7 @@ def find(root: Path, env: Mapping[str, str]) -> Found | None:
 
 
 def _find(nvml: Any, root: Path, mask: str | None) -> Found:
-    units: list[Gpu] = []  # what a rank may own: GPUs, and the slices of those that are cut
+    units: list[Gpu] = []  # what a rank may use: GPUs, and MIG slices instead of GPUs in MIG mode
     handles: dict[str, Any] = {}
     broken: list[Hidden] = []
     xids = _xids()
@@ -58,9 +58,9 @@ def _find(nvml: Any, root: Path, mask: str | None) -> Found:
             units.append(unit)
             handles[unit.uuid] = its_handle
     chosen = visible(units, mask)
-    hidden = left_behind(units, chosen, MASK)
+    hidden = hidden_gpus(units, chosen, MASK)
     if chosen and chosen[0].mig:
-        hidden += left_behind(chosen, chosen[:1], ONE_SLICE)
+        hidden += hidden_gpus(chosen, chosen[:1], ONE_SLICE)
         chosen = chosen[:1]
     mine = [handles[gpu.uuid] for gpu in chosen]
     pairs = list(itertools.combinations(range(len(mine)), 2))
@@ -72,21 +72,21 @@ def _find(nvml: Any, root: Path, mask: str | None) -> Found:
         links=links,
         nvswitch=bool(links) and all(_behind_switch(nvml, handle) for handle in mine),
         paths=tuple((a, b, path) for (a, b), path in ancestors.items() if path),
-        driver=_ask(nvml, "nvmlSystemGetDriverVersion"),
+        driver=_query(nvml, "nvmlSystemGetDriverVersion"),
     )
 
 
-def _ask(nvml: Any, question: str, *about: Any) -> Any:
+def _query(nvml: Any, function: str, *arguments: Any) -> Any:
     """None where the driver is too old, the GPU too simple, or the caller not allowed."""
     try:
-        return getattr(nvml, question)(*about)
+        return getattr(nvml, function)(*arguments)
     except Exception:
         return None
 
 
 def _gpu(nvml: Any, handle: Any, number: int, root: Path, xids: dict[str, list[int]] | None) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
+    pci = _query(nvml, "nvmlDeviceGetPciInfo", handle)
     bus = pci.busId[-12:].lower() if pci else None  # NVML writes eight digits of domain, /sys four
     return Gpu(
         index=number,
@@ -106,14 +106,14 @@ def _gpu(nvml: Any, handle: Any, number: int, root: Path, xids: dict[str, list[i
 
 
 def _slices(nvml: Any, handle: Any, whole: Gpu) -> Iterator[tuple[Gpu, Any]]:
-    """The MIG instances of a GPU that is cut; nothing of one that is not."""
-    mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)  # now, after the next reset
+    """The MIG instances of a GPU in MIG mode; none of others."""
+    mode = _query(nvml, "nvmlDeviceGetMigMode", handle)  # now, after the next reset
     if not mode or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
         return
-    for number in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-        part = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
+    for number in range(_query(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+        part = _query(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
         if part is None:
-            continue  # that place is empty
+            continue  # that slot is empty
         memory = nvml.nvmlDeviceGetMemoryInfo(part)
         yield (
             replace(
@@ -134,7 +134,7 @@ def _pcie(nvml: Any, handle: Any) -> Pcie | None:
     which = [
         f"{when}PcieLink{what}" for when in ("Curr", "Max") for what in ("Generation", "Width")
     ]
-    numbers = [_ask(nvml, f"nvmlDeviceGet{name}", handle) for name in which]
+    numbers = [_query(nvml, f"nvmlDeviceGet{name}", handle) for name in which]
     return None if None in numbers else Pcie(*numbers)
 
 
@@ -147,7 +147,7 @@ def _ecc_errors(nvml: Any, handle: Any) -> int | None:
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[Process, ...] | None:
-    found = _ask(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
+    found = _query(nvml, "nvmlDeviceGetComputeRunningProcesses", handle)
     if found is None:
         return None
     used = [(p.pid, p.usedGpuMemory) for p in found]
@@ -156,7 +156,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[Process, ...] | None:
 
 def _xids() -> dict[str, list[int]] | None:
     """Error numbers by PCI address without its function, from the kernel's log since the machine
-    started; None where this user may not read it. NVML itself only tells of errors to come."""
+    started; None where this user may not read it. NVML itself only reports later errors."""
     try:
         log = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=2)
     except (OSError, subprocess.TimeoutExpired):
@@ -172,26 +172,26 @@ def _xids() -> dict[str, list[int]] | None:
 def _linked(nvml: Any, one: Any, other: Any) -> bool:
     """Whether NVLink joins two GPUs, directly or through switches. Unknown counts as no."""
     index = nvml.NVML_P2P_CAPS_INDEX_NVLINK
-    status = _ask(nvml, "nvmlDeviceGetP2PStatus", one, other, index)
+    status = _query(nvml, "nvmlDeviceGetP2PStatus", one, other, index)
     return status is not None and bool(status == nvml.NVML_P2P_STATUS_OK)
 
 
 def _ancestor(nvml: Any, one: Any, other: Any) -> str | None:
-    """Where the paths of two GPUs over PCIe meet, in the words of `nvidia-smi topo -m`."""
-    level = _ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
-    words = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-    return words.get(level)
+    """The common ancestor of two GPUs on PCIe, as `nvidia-smi topo -m` names it."""
+    level = _query(nvml, "nvmlDeviceGetTopologyCommonAncestor", one, other)
+    names = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+    return names.get(level)
 
 
 def _live_links(nvml: Any, handle: Any) -> list[int]:
     """NVLinks of a GPU that are up. Unknown counts as none."""
     numbers = range(nvml.NVML_NVLINK_MAX_LINKS)
-    return [n for n in numbers if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, n)]
+    return [n for n in numbers if _query(nvml, "nvmlDeviceGetNvLinkState", handle, n)]
 
 
 def _behind_switch(nvml: Any, handle: Any) -> bool:
     """Whether the other end of the GPU's first live link is a switch. Unknown counts as no."""
     for link in _live_links(nvml, handle)[:1]:
-        end = _ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        end = _query(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
         return end is not None and bool(end == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
     return False

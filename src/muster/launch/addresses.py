@@ -1,4 +1,4 @@
-"""Addresses and ports: which are this machine's, which cannot work, who holds a busy one."""
+"""Addresses and ports: which are this machine's, which cannot work, which process uses a busy one."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ POD_NAMES_S = 60.0
 
 
 def check(node: Node) -> None:
-    """What can be known not to work is refused before a run directory exists."""
+    """Refuse addresses that cannot work, before a run directory exists."""
     if node.nodes > 1:
         refuse_loopback(node.address)
         if node.rank == 0:
             listen(node.address, node.port).close()
         elif resolve(node.address) in own_addresses():
             raise LaunchError(
-                f"--master-addr {node.address} is this machine's own, but --node-rank {node.rank} says "
-                "that node 0 is another; give node 0's address"
+                f"--master-addr {node.address} is an address of this machine, but --node-rank is {node.rank}; "
+                "give the address of node 0"
             )
 
 
@@ -44,11 +44,11 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def refuse_loopback(address: str) -> None:
-    """Other machines would look for node 0 on themselves, and wait in vain."""
+    """Other machines would connect to themselves instead of node 0, and time out."""
     if ipaddress.ip_address(resolve(address)).is_loopback:
         raise LaunchError(
-            f"--master-addr {address} means each machine itself; give an address of node 0 that the "
-            f"others reach{_suggestion()}"
+            f"--master-addr {address} is a loopback address; give an address of node 0 that the other "
+            f"nodes can reach{_suggestion()}"
         )
 
 
@@ -69,7 +69,7 @@ def own_addresses() -> list[str]:
 
 
 def resolve(address: str) -> str:
-    """Its number. In Kubernetes a pod's name is not known before the pod has been up for a while."""
+    """Its IP address. In Kubernetes a pod's name does not resolve before the pod has been up for a while."""
     end = time.monotonic() + (POD_NAMES_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
     while True:
         try:
@@ -81,12 +81,12 @@ def resolve(address: str) -> str:
             continue
         raise LaunchError(
             f"--master-addr {address} cannot be resolved on {os.uname().nodename} "
-            f"({problem.strerror}); give an IP address, or mend /etc/hosts or DNS"
+            f"({problem.strerror}); give an IP address, or fix /etc/hosts or DNS"
         ) from None
 
 
 def _own_address(address: str, port: int) -> tuple[int, tuple[str, int]]:
-    """The one of the name's addresses that is this machine's, and its family."""
+    """The address of that name that belongs to this machine, and its family."""
     resolve(address)
     known = set(own_addresses())
     found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -105,13 +105,13 @@ def _cannot_listen(error: OSError, address: str, port: int) -> LaunchError:
     if error.errno == errno.EADDRNOTAVAIL:
         return LaunchError(
             f"--master-addr {address} is not an address of this machine "
-            f"({', '.join(own_addresses())}); node 0 must be started where that address is"
+            f"({', '.join(own_addresses())}); start node 0 on the machine that has it"
         )
     return LaunchError(f"cannot listen on {address}:{port}: {error.strerror}")
 
 
 def port_holder(port: int) -> str | None:
-    """Who listens on a TCP port, in words: `python train.py (pid 4711, user alice)`."""
+    """The process that listens on a TCP port: `python train.py (pid 4711, user alice)`."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:

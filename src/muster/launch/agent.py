@@ -11,14 +11,14 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from muster.launch.nodes import DismissedError, Meeting, Nodes
+from muster.launch.nodes import NodeRendezvous, Nodes, PeerFailedError
 
-DISMISSAL = signal.SIGUSR2
-PATIENCE_S = 5  # for a rank that does not even die of that: one that was stopped
+END_SIGNAL = signal.SIGUSR2
+KILL_AFTER_S = 5  # SIGKILL, for a rank that does not exit: a stopped process
 
 
 class Agent(LocalElasticAgent):
-    """Its own SIGTERM would mean `save and stop` to a rank, and it would wait 30 s for it.
+    """Sends END_SIGNAL instead of SIGTERM, which means `save and stop` to a rank, and waits less than 30 s.
 
     `first` are the local ranks that failed before it ended the others.
     """
@@ -32,7 +32,7 @@ class Agent(LocalElasticAgent):
 
         def end_all(*_: Any, **__: Any) -> None:
             self.first = self.first or frozenset(context._failures)
-            close(DISMISSAL, PATIENCE_S)
+            close(END_SIGNAL, KILL_AFTER_S)
 
         context.close = end_all
         return started
@@ -44,21 +44,21 @@ class Agent(LocalElasticAgent):
 def run_ranks(
     nodes: Nodes, run_id: str, ranks: int, command: Sequence[str]
 ) -> dict[int, int] | None:
-    """One life of this node's ranks: exit codes of those that failed, by rank; None when another
-    node's failure ended them."""
+    """Run this node's ranks once: exit codes of those that failed, by rank; None when they were ended
+    because another node failed."""
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
         entrypoint=sys.executable,
         args=tuple(command),
-        rdzv_handler=Meeting(nodes, run_id),
+        rdzv_handler=NodeRendezvous(nodes, run_id),
         max_restarts=0,
         monitor_interval=0.1,
     )
     agent = Agent(spec, DefaultLogsSpecs())
     try:
         result = agent.run()
-    except DismissedError:
+    except PeerFailedError:
         return None
     failures = result.failures.items()
     return {rank: f.exitcode for rank, f in failures if f.local_rank in agent.first}

@@ -1,5 +1,5 @@
-"""This machine's ranks as processes of their own, for a check or a measurement: started together,
-heard, and ended with their parent."""
+"""This machine's ranks as child processes, for a check or a measurement: started together, logged,
+and killed with their parent."""
 
 from __future__ import annotations
 
@@ -14,41 +14,43 @@ import psutil
 
 from muster.errors import LaunchError
 from muster.launch import cluster
-from muster.launch.cluster import Node, Place
-from muster.launch.parent import die_with_parent
+from muster.launch.cluster import Node, RankInfo
+from muster.launch.orphans import die_with_parent
 
-RANK_BYTES = 2**28  # of a process that has imported torch, at the least
+RANK_BYTES = 2**28  # at least, of a process that has imported torch
 
 
 class Children:
-    """`python -m …` once for each of `count` ranks, which meet at a store that the parent holds on
-    `port`. Each one's words go to a file of its own in `folder`."""
+    """`python -m …` once for each of `count` ranks, which connect to a store that the parent hosts
+    on `port`. Each one's output goes to its own file in `folder`."""
 
     def __init__(
         self, arguments: Sequence[str], node: Node, port: int, count: int, folder: Path
     ) -> None:
         if count > (most := psutil.virtual_memory().available // RANK_BYTES):
             raise LaunchError(
-                f"--gpus {count}: so many processes do not fit into this machine's memory; start at "
+                f"--gpus {count}: this machine has no memory for so many processes; start at "
                 f"most {most}"
             )
         self.first, self.folder = node.rank * count, folder
         self.environments: list[dict[str, str]] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         for local in range(count):
-            place = Place(self.first + local, count * node.nodes, local, count, node.address, port)
+            rank_info = RankInfo(
+                self.first + local, count * node.nodes, local, count, node.address, port
+            )
             env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            cluster.export(place, env)
+            cluster.export(rank_info, env)
             self.environments.append(env)
-            with self._words(local).open("wb") as words:
+            with self._log(local).open("wb") as log:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", *arguments],
                         stdin=subprocess.DEVNULL,
-                        stdout=words,
-                        stderr=words,
+                        stdout=log,
+                        stderr=log,
                         env=env,
-                        preexec_fn=die_with_parent,  # from its first moment on
+                        preexec_fn=die_with_parent,  # set before exec
                     )
                 )
 
@@ -70,7 +72,7 @@ class Children:
         return [process.poll() for process in self.processes]
 
     def exits(self) -> dict[int, str]:
-        """How ranks of this machine ended, in words, with the last of their own."""
+        """How ranks of this machine ended, with the last line of their output."""
         found = {}
         for local, code in enumerate(self.codes):
             if code is not None:
@@ -79,12 +81,12 @@ class Children:
                     if code < 0
                     else f"ended with code {code}"
                 )
-                found[self.first + local] = how + self._last_words(local)
+                found[self.first + local] = how + self._last_line(local)
         return found
 
-    def _words(self, local: int) -> Path:
+    def _log(self, local: int) -> Path:
         return self.folder / f"rank-{self.first + local}.log"
 
-    def _last_words(self, local: int) -> str:
-        text = self._words(local).read_text(errors="replace").strip()
-        return f", saying: {text.splitlines()[-1][:300]}" if text else ""
+    def _last_line(self, local: int) -> str:
+        text = self._log(local).read_text(errors="replace").strip()
+        return f", last line: {text.splitlines()[-1][:300]}" if text else ""

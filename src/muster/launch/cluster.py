@@ -1,7 +1,7 @@
 """Which rank this process is, or which node it starts ranks on.
 
-Whatever started it left variables behind. They are read here and nowhere else, step-level ones
-first, and two that contradict each other are refused by name rather than believed in some order.
+Read from the environment variables of the launcher, here and nowhere else, step-level ones first.
+Variables that contradict each other are refused by name.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Protocol
 from muster.errors import LaunchError
 
 Env = Mapping[str, str]
-PORT = 29500  # torch's own default, where nobody says otherwise
+PORT = 29500  # torch's own default
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process among all that train together."""
+class RankInfo:
+    """Which rank this process is, and where rank 0 is."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    address: str = "127.0.0.1"  # where rank 0's machine, or its agent, is met
-    port: int = 0  # 0: whatever is free; only a process that is alone may say so
+    address: str = "127.0.0.1"  # MASTER_ADDR: the machine of rank 0 or of its agent
+    port: int = 0  # MASTER_PORT; 0: any free one, with world size 1 only
     launcher: str = "alone"
-    agent: bool = False  # a parent of torch's elastic kind watches over this process
-    meeting: str = ""  # tells a restarted run's meetings apart
-    restarts: int = 0  # how often the agent has started its ranks again
+    agent: bool = False  # an elastic agent of torch's started this process and hosts the store
+    store_prefix: str = ""  # another one for each restart
+    restarts: int = 0  # TORCHELASTIC_RESTART_COUNT
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine among those that train together; this process starts its ranks."""
+    """One machine of the job; this process starts its ranks."""
 
     rank: int = 0
     nodes: int = 1
@@ -51,11 +51,11 @@ class Launcher(Protocol):
     name: str
 
     def detect(self, env: Env) -> bool: ...
-    def place(self, env: Env) -> Place: ...
+    def rank_info(self, env: Env) -> RankInfo: ...
 
 
 class Torchrun:
-    """torchrun, muster's own launcher, deepspeed, and all else that speaks torch's variables."""
+    """torchrun, muster's own launcher, deepspeed, and all else that sets torch's variables."""
 
     name = "torchrun"
     needed = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -63,7 +63,7 @@ class Torchrun:
     def detect(self, env: Env) -> bool:
         return "RANK" in env and "WORLD_SIZE" in env
 
-    def place(self, env: Env) -> Place:
+    def rank_info(self, env: Env) -> RankInfo:
         missing = [name for name in self.needed if name not in env]
         if missing:
             raise LaunchError(
@@ -74,12 +74,12 @@ class Torchrun:
         if local_world not in env:
             local_world = "WORLD_SIZE"
         return replace(
-            _place(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world),
+            _rank_info(env, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_world),
             address=env["MASTER_ADDR"],
             port=number(env, "MASTER_PORT"),
             launcher=self.name,
             agent=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            meeting=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '')}",
+            store_prefix=f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '')}",
             restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
 
@@ -99,11 +99,11 @@ class Slurm:
         name = "SLURM_STEP_NUM_TASKS"
         return number(env, name) if name in env else 1
 
-    def place(self, env: Env) -> Place:
+    def rank_info(self, env: Env) -> RankInfo:
         node = slurm_node(env)
         per_node = _task_counts(env)
         local_world = per_node[node.rank] if per_node else self.tasks(env) // node.nodes
-        return Place(
+        return RankInfo(
             rank=number(env, "SLURM_PROCID"),
             world=self.tasks(env),
             local_rank=number(env, "SLURM_LOCALID"),
@@ -131,60 +131,62 @@ class Mpi:
     def detect(self, env: Env) -> bool:
         return any(kind[0] in env and number(env, kind[1]) > 1 for kind in self.KINDS)
 
-    def place(self, env: Env) -> Place:
+    def rank_info(self, env: Env) -> RankInfo:
         kind = next(kind for kind in self.KINDS if kind[0] in env)
-        place = _place(env, *kind)
-        if place.local_world == place.world:
+        rank_info = _rank_info(env, *kind)
+        if rank_info.local_world == rank_info.world:
             address = env.get("MASTER_ADDR", "127.0.0.1")
         elif "MASTER_ADDR" in env:
             address = env["MASTER_ADDR"]
         else:
             raise LaunchError(
-                f"mpirun started {place.world} ranks on several machines, but nothing says where they "
-                "meet; add: mpirun -x MASTER_ADDR=ADDRESS_OF_RANK_0 …"
+                f"mpirun started {rank_info.world} ranks on several machines, but MASTER_ADDR is "
+                "not set; add: mpirun -x MASTER_ADDR=ADDRESS_OF_RANK_0 …"
             )
         job = env.get("PMIX_NAMESPACE") or env.get("PMI_JOBID") or str(os.getppid())
-        return replace(place, address=address, port=_port(env, job), launcher=self.name)
+        return replace(rank_info, address=address, port=_port(env, job), launcher=self.name)
 
 
 LAUNCHERS: tuple[Launcher, ...] = (Torchrun(), Slurm(), Mpi())
 
 
-def detect(env: Env) -> Place:
-    """This process's place by whichever launcher recognises itself; else it is alone."""
+def detect(env: Env) -> RankInfo:
+    """Which rank this process is, by the variables of its launcher; without one, rank 0 of 1."""
     found = [launcher for launcher in LAUNCHERS if launcher.detect(env)]
     if not found:
-        return Place()
-    place = found[0].place(env)
+        return RankInfo()
+    rank_info = found[0].rank_info(env)
     if "TORCHELASTIC_RUN_ID" not in env:  # under torchrun, srun's or mpirun's tasks are whole nodes
         for other in found[1:]:
-            _refuse_contradiction(place, other.place(env))
-    return place
+            _refuse_contradiction(rank_info, other.rank_info(env))
+    return rank_info
 
 
-def own_arguments(words: Sequence[str]) -> list[str]:
-    """Without the `--local_rank=N` that the deepspeed command adds; LOCAL_RANK says it already."""
-    return [word for word in words if not re.fullmatch(r"--local[_-]rank=\d+", word)]
+def own_arguments(arguments: Sequence[str]) -> list[str]:
+    """Without the `--local_rank=N` that the deepspeed command adds; LOCAL_RANK has it already."""
+    return [
+        argument for argument in arguments if not re.fullmatch(r"--local[_-]rank=\d+", argument)
+    ]
 
 
-def export(place: Place, env: MutableMapping[str, str]) -> None:
-    """Say it again in torch's variables, for libraries that read nothing else."""
+def export(rank_info: RankInfo, env: MutableMapping[str, str]) -> None:
+    """Set torch's variables, for libraries that read nothing else."""
     env.update(
-        RANK=str(place.rank),
-        WORLD_SIZE=str(place.world),
-        LOCAL_RANK=str(place.local_rank),
-        LOCAL_WORLD_SIZE=str(place.local_world),
-        MASTER_ADDR=place.address,
-        MASTER_PORT=str(place.port),
+        RANK=str(rank_info.rank),
+        WORLD_SIZE=str(rank_info.world),
+        LOCAL_RANK=str(rank_info.local_rank),
+        LOCAL_WORLD_SIZE=str(rank_info.local_world),
+        MASTER_ADDR=rank_info.address,
+        MASTER_PORT=str(rank_info.port),
     )
 
 
-def _refuse_contradiction(one: Place, other: Place) -> None:
-    for field, word in (("rank", "rank"), ("world", "number of ranks")):
+def _refuse_contradiction(one: RankInfo, other: RankInfo) -> None:
+    for field, argument in (("rank", "rank"), ("world", "number of ranks")):
         mine, theirs = getattr(one, field), getattr(other, field)
         if mine != theirs:
             raise LaunchError(
-                f"{one.launcher}'s variables say {word} {mine}, {other.launcher}'s say {theirs}; unset "
+                f"{one.launcher}'s variables say {argument} {mine}, {other.launcher}'s say {theirs}; unset "
                 f"the leftovers of {one.launcher} (RANK, WORLD_SIZE, LOCAL_RANK …), or start with one "
                 "launcher only"
             )
@@ -193,7 +195,7 @@ def _refuse_contradiction(one: Place, other: Place) -> None:
 def node(
     env: Env, nodes: int = 0, rank: int | None = None, address: str = "", port: int = 0
 ) -> Node:
-    """This machine's place among several: what was asked for, else what a scheduler says."""
+    """Which node this machine is: by the command line, else by the scheduler's variables."""
     found = next((read(env) for read in (kubeflow_node, slurm_launcher) if read(env)), None)
     if found and nodes and found.nodes != nodes:
         raise LaunchError(
@@ -211,7 +213,7 @@ def node(
     if rank is None or not address:
         flag = "--node-rank" if rank is None else "--master-addr"
         raise LaunchError(
-            f"--nodes {nodes} needs {flag}: on each machine say "
+            f"--nodes {nodes} needs {flag}: on each machine give "
             f"--node-rank 0 … {nodes - 1} and --master-addr ADDRESS_OF_NODE_0"
         )
     if rank >= nodes:
@@ -220,7 +222,7 @@ def node(
 
 
 def kubeflow_node(env: Env) -> Node | None:
-    """What Kubeflow's operator tells torchrun, for which muster stands in."""
+    """From the PET_ variables that Kubeflow's operator sets for torchrun."""
     if not env.get("PET_NNODES", "").isdecimal():
         return None
     nodes = number(env, "PET_NNODES")
@@ -250,8 +252,8 @@ def slurm_node(env: Env) -> Node:
 def hostnames(text: str) -> list[str]:
     """SLURM's short form written out: `gpu[01-03,7],login` → gpu01 gpu02 gpu03 gpu7 login."""
     names = []
-    for word in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
-        parts = re.split(r"\[([^\]]*)\]", word)
+    for argument in re.findall(r"[^,\[]+(?:\[[^\]]*\][^,\[]*)*", text):
+        parts = re.split(r"\[([^\]]*)\]", argument)
         grown = [parts[0]]
         for inner, after in zip(parts[1::2], parts[2::2], strict=True):
             grown = [name + one + after for name in grown for one in _numbers(inner)]
@@ -261,8 +263,8 @@ def hostnames(text: str) -> list[str]:
 
 def _numbers(text: str) -> list[str]:
     found = []
-    for word in text.split(","):
-        first, _, last = word.partition("-")
+    for argument in text.split(","):
+        first, _, last = argument.partition("-")
         stop = int(last or first)
         found += [str(n).zfill(len(first)) for n in range(int(first), stop + 1)]
     return found
@@ -277,7 +279,7 @@ def _task_counts(env: Env) -> list[int]:
     return counts
 
 
-def _place(env: Env, rank: str, world: str, local_rank: str, local_world: str) -> Place:
+def _rank_info(env: Env, rank: str, world: str, local_rank: str, local_world: str) -> RankInfo:
     names = (rank, world, local_rank, local_world)
     missing = [name for name in names if name not in env]
     if missing:
@@ -289,7 +291,7 @@ def _place(env: Env, rank: str, world: str, local_rank: str, local_world: str) -
                 f"{names[mine]}={values[mine]} does not exist with {names[all_of_them]}="
                 f"{values[all_of_them]}"
             )
-    return Place(values[0], values[1], values[2], values[3])
+    return RankInfo(values[0], values[1], values[2], values[3])
 
 
 def number(env: Env, name: str) -> int:
@@ -300,7 +302,7 @@ def number(env: Env, name: str) -> int:
 
 
 def _port(env: Env, job: str) -> int:
-    """The port that was given, else one that all processes of a job derive alike."""
+    """MASTER_PORT, else a port derived from the job's id, the same in all its processes."""
     if "MASTER_PORT" in env:
         return number(env, "MASTER_PORT")
     return 20000 + zlib.crc32(job.encode()) % 10000

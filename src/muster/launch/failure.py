@@ -1,6 +1,6 @@
-"""How a run failed: which rank went first, what it said, what that means and what to do.
+"""How a run failed: which rank failed first, its error, the likely cause and the cure.
 
-When one rank goes, the others fail soon after in a collective. Their complaints do not count.
+When one rank fails, the others fail soon after in a collective. Their errors do not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from muster.diagnose import hang
 from muster.diagnose.explain import cause_and_cure
 from muster.errors import SHRINK
 
-ABORT = "SIGABRT"  # how gloo and NCCL's watchdog end ranks that others left alone: rarely the cause
+ABORT = "SIGABRT"  # how gloo and NCCL's watchdog end ranks whose peers are gone: rarely the cause
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 Failure = dict[str, Any]
@@ -35,20 +35,20 @@ def collect(folder: Path, exit_codes: Mapping[int, int], world: int, oom_kills: 
     for rank, signal in killed.items():
         if signal != ABORT:
             return _killed(folder, rank, exit_codes[rank], signal, oom_kills)
-    errors = _words_of_ranks(folder)
+    errors = _error_reports(folder)
     if errors and errors[0]["expected"]:
-        return _told(errors[0])
-    found = hang.analyse(folder, world)  # None where a rank failed by itself
+        return _from_error(errors[0])
+    found = hang.analyse(folder, world)  # None where a rank raised an error of its own
     if found and (not killed or found.state == "mismatch"):
         return _hung(found, next(iter(exit_codes.values()), 1))
     if errors and not found:
-        return _told(errors[0])
+        return _from_error(errors[0])
     for rank in killed:
         return _killed(folder, rank, exit_codes[rank], ABORT, oom_kills)
     if errors:
-        return _told(errors[0])
+        return _from_error(errors[0])
     rank, code = next(iter(exit_codes.items()), (0, 1))
-    what = f"Rank {rank} ended with exit code {code} before it could say why."
+    what = f"Rank {rank} ended with exit code {code} and wrote no error report."
     return _failure(rank, code, what, *(cause_and_cure(f"exit code {code}") or (None, None)))
 
 
@@ -61,31 +61,31 @@ def _hung(found: hang.Hang, code: int) -> Failure:
 def _killed(folder: Path, rank: int, code: int, signal: str, oom_kills: int) -> Failure:
     what = f"Rank {rank} was killed by {signal}."
     if line := hang.last_line(folder, rank):
-        what += f" It stood at {line}."
+        what += f" It was at {line}."
     known = cause_and_cure(f"exitcode: {code} ({signal})")
     cause, cure = known or (None, None)
     if signal == "SIGKILL":
         by_kernel = count_oom_kills() > oom_kills
         cause = (
-            "The kernel's out-of-memory killer ended it: the ranks asked for more host memory than "
-            "there is."
+            "The kernel's out-of-memory (OOM) killer ended it: the ranks asked for more host memory "
+            "than there is."
             if by_kernel
-            else "If nobody did that by hand, the machine most likely ran out of host memory."
+            else "If nobody sent it by hand, the machine most likely ran out of host memory."
         )
         cure = (
             "Use a smaller training.per_device_batch_size, fewer data.workers or fewer ranks; "
-            "`dmesg | grep -i oom` tells more."
+            "`dmesg | grep -i oom` shows more."
         )
     return _failure(rank, code, what, cause, cure, signal=signal)
 
 
-def _words_of_ranks(folder: Path) -> list[dict[str, Any]]:
-    """What the ranks said of their own end: sentences meant for the user first, then the earliest."""
+def _error_reports(folder: Path) -> list[dict[str, Any]]:
+    """The ranks' error reports: messages meant for the user first, then the earliest."""
     found = [json.loads(path.read_text()) for path in (folder / "ranks").glob("*.error.json")]
     return sorted(found, key=lambda error: (not error["expected"], error["time"]))
 
 
-def _told(error: dict[str, Any]) -> Failure:
+def _from_error(error: dict[str, Any]) -> Failure:
     if error["expected"]:
         return _failure(error["rank"], 1, str(error["message"]), None, None, error=error)
     what = f"Rank {error['rank']}: {error['kind']}: {error['message']}"
@@ -94,7 +94,7 @@ def _told(error: dict[str, Any]) -> Failure:
 
 
 def of_launcher(error: Exception, expected: bool) -> Failure:
-    """The supervisor itself could not go on."""
+    """The supervisor itself failed."""
     own = {"expected": expected, "kind": type(error).__name__, "message": str(error)}
     if expected:
         return _failure(None, 1, str(error), None, None, error=own)
@@ -102,29 +102,29 @@ def of_launcher(error: Exception, expected: bool) -> Failure:
     return _failure(None, 1, what, *(cause_and_cure(what) or (None, None)), error=own)
 
 
-def silent(node: int, host: str, seconds: float) -> Failure:
-    what = f"Node {node} ({host}) has not been heard of for {seconds:.0f} s."
+def lost_node(node: int, host: str, seconds: float) -> Failure:
+    what = f"Node {node} ({host}) has sent no heartbeat for {seconds:.0f} s."
     cause = "Its network link is cut, or the machine is down or frozen."
     cure = f"Bring {host} back (can another node ping it?), then on every node: muster train RUN."
     return _failure(None, 1, what, cause, cure, host=host) | {"silent_node": node}
 
 
 def first(failures: list[Failure]) -> Failure:
-    """Of several nodes' accounts: a silent node, a rank without room, a kill, a sentence meant for the
-    user, a stall, the earliest words."""
+    """Of several nodes' reports: a node without heartbeat, a rank out of memory, a kill, a message meant
+    for the user, a stall, the earliest error."""
 
-    def weight(failure: Failure) -> tuple[bool, bool, bool, bool, bool, float]:
-        told: dict[str, Any] = {"time": failure["time"], **(failure["error"] or {})}
+    def priority(failure: Failure) -> tuple[bool, bool, bool, bool, bool, float]:
+        error: dict[str, Any] = {"time": failure["time"], **(failure["error"] or {})}
         return (
             "silent_node" not in failure,
             failure["exit_code"] != SHRINK,
             failure["signal"] in (None, ABORT),
-            not told.get("expected"),
+            not error.get("expected"),
             failure["hang"] is None,
-            float(told["time"]),
+            float(error["time"]),
         )
 
-    return min(failures, key=weight)
+    return min(failures, key=priority)
 
 
 def count_oom_kills() -> int:

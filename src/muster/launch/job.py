@@ -1,4 +1,4 @@
-"""A run that someone else's scheduler starts: what SLURM and Kubernetes are told about it."""
+"""A run that a scheduler starts: what SLURM and Kubernetes need to know about it."""
 
 from __future__ import annotations
 

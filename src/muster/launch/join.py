@@ -1,5 +1,5 @@
-"""One process becomes a rank among others, whoever started them: torchrun, srun, mpirun, deepspeed,
-muster itself, or nobody, and then it is alone."""
+"""Initializes the process group of this rank, whichever launcher started it: torchrun, srun, mpirun,
+deepspeed, muster itself; or none, with world size 1."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ from contextlib import contextmanager
 
 from muster.errors import MusterError
 from muster.launch import cluster, rendezvous
-from muster.launch.cluster import Place
-from muster.launch.rank import settle
+from muster.launch.cluster import RankInfo
+from muster.launch.process import set_up_process
 from muster.parallel import mesh as meshes
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Backend, Mesh
 
 
-def join(place: Place, backend: Backend, timeout_s: float) -> Mesh:
-    """Side by side with all other ranks. The device is bound first, and two ranks on one GPU, or one
-    that does not come within `timeout_s`, are refused by name before anything is sent."""
-    device, store = meshes.bind_device(place.local_rank), None
-    if place.world > 1:
-        store = rendezvous.for_rank(place, timeout_s)
-        rendezvous.sign_in(store, place, meshes.identity(device), timeout_s)
-    layout = Layout(replicate=place.world)
-    return meshes.join(place.rank, place.local_rank, layout, backend, timeout_s, store)
+def join(rank_info: RankInfo, backend: Backend, timeout_s: float) -> Mesh:
+    """In a data-parallel layout of all ranks. The device is bound first, and two ranks on one GPU, or one
+    that does not join within `timeout_s`, are refused by name before the first collective."""
+    device, store = meshes.bind_device(rank_info.local_rank), None
+    if rank_info.world > 1:
+        store = rendezvous.for_rank(rank_info, timeout_s)
+        rendezvous.register(store, rank_info, meshes.identity(device), timeout_s)
+    layout = Layout(replicate=rank_info.world)
+    return meshes.join(rank_info.rank, rank_info.local_rank, layout, backend, timeout_s, store)
 
 
 @contextmanager
 def joined(
     strategy: str = "ddp", backend: Backend = "auto", timeout_s: float = 300.0
 ) -> Iterator[Mesh]:
-    """For a script: this rank on cores and a device of its own, in a process group that is there for
-    `torch.distributed` too. No wait takes longer than `timeout_s`. What muster refuses ends the
-    script with its sentence instead of a stack trace.
+    """For a script: this rank on its own cores and device, in the default process group of
+    `torch.distributed`. No wait takes longer than `timeout_s`. A MusterError ends the script with its
+    message instead of a stack trace.
 
-    A rank that fails says no goodbye: others may sit in a collective, and its launcher ends them.
+    A rank that fails does not destroy the process group: others may be in a collective, and its
+    launcher ends them.
     """
-    place = cluster.detect(os.environ)
+    rank_info = cluster.detect(os.environ)
     try:
-        settle(place, strategy)
-        yield join(place, backend, timeout_s)
+        set_up_process(rank_info, strategy)
+        yield join(rank_info, backend, timeout_s)
     except MusterError as error:
-        raise SystemExit(f"error: rank {place.rank}: {error}") from None
+        raise SystemExit(f"error: rank {rank_info.rank}: {error}") from None
     meshes.leave()
 
 

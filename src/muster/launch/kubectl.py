@@ -1,4 +1,4 @@
-"""What muster asks of kubectl: which cluster, which kinds of job it knows, and to start one."""
+"""Calls of kubectl: the current context, the kinds of job the cluster has, and starting one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def context() -> str | None:
 
 
 def has_operator() -> bool:
-    """Whether the cluster knows TrainJobs. Asked by discovery, which every user may; reading the CRD
-    takes rights that few have."""
+    """Whether the cluster has TrainJobs. By API discovery, which every user may do; reading the CRD needs
+    more rights."""
     done = _kubectl("api-resources", "--api-group=trainer.kubeflow.org", "--output=name")
     if done.returncode != 0:
         raise LaunchError(
-            f"kubectl cannot ask the cluster: {_reason(done)}; mend the connection, or give "
-            "kubernetes.kind (job or trainjob) to have the file written at least"
+            f"kubectl cannot reach the cluster: {_reason(done)}; fix the connection, or give "
+            "kubernetes.kind (job or trainjob) to only write the file"
         )
     return "trainjobs.trainer.kubeflow.org" in done.stdout.split()
 
@@ -35,7 +35,7 @@ def apply(path: Path) -> None:
     """Create what `path` holds; the job is the last object in it."""
     done = _kubectl("apply", "-f", str(path))
     if done.returncode != 0:
-        cure = f"mend that, then start it with: kubectl apply -f {path}"
+        cure = f"fix that, then start it with: kubectl apply -f {path}"
         if "runtimePatches" in done.stderr:
             cure = "muster needs Kubeflow Trainer 2.2 or newer; use kubernetes.kind=job instead"
         raise LaunchError(f"kubectl apply refused {path}: {_reason(done)}; {cure}")
@@ -53,7 +53,7 @@ def _kubectl(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"`{' '.join(command)}` has not answered for {LIMIT_S} s; is the cluster within reach?"
+            f"`{' '.join(command)}` has not answered for {LIMIT_S} s; is the cluster reachable?"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Kubernetes: a Kubeflow TrainJob, or a plain Indexed Job where the operator is missing.
 
-Both carry the recipe in a ConfigMap and run `muster train` in one pod per node. A pod that comes back
-takes up the run of the same name on the claim, so it goes on from the last checkpoint.
+Both carry the recipe in a ConfigMap and run `muster train` in one pod per node. A pod that
+restarts opens the run of the same name on the volume, and so resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 CONTAINER = "node"  # what Kubeflow's runtimes call the container, and the job, that train
 RECIPE_FOLDER = "/etc/muster"
 KEPT_S = 7 * 24 * 3600  # an ended job and its logs
-NAME_LENGTH = 40  # leaves room for -node-0-12-x7k2p within the 63 of a host name
+NAME_LENGTH = 40  # with -node-0-12-x7k2p still within the 63 of a host name
 
 # Kubeflow sets the PET_ ones and refuses them from others; all of them would contradict the command.
 TAKEN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -40,14 +40,15 @@ def render(job: ClusterJob, kind: Kind | None = None) -> str:
     check(job.recipe, job.nodes)
     kind = kind or _kind(job, ask=False)
     objects = [_train_job(job)] if kind == "trainjob" else [_service(job), _indexed_job(job)]
-    words = f"# Run {job.name}, written by muster train --on kubernetes.\n"
-    return words + yaml.dump_all(
+    comment = f"# Run {job.name}, written by muster train --on kubernetes.\n"
+    return comment + yaml.dump_all(
         [_config_map(job), *objects], Dumper=_Dumper, sort_keys=False, allow_unicode=True
     )
 
 
 def submit(job: ClusterJob) -> str:
-    """Write the YAML into the run directory, apply it where kubectl knows a cluster, say what is next."""
+    """Write the YAML into the run directory, and apply it where kubectl has a context; returns what to do
+    next."""
     check(job.recipe, job.nodes)
     context, path = kubectl.context(), job.run / "kubernetes.yaml"
     kind = _kind(job, ask=context is not None)
@@ -59,12 +60,14 @@ def submit(job: ClusterJob) -> str:
             f"wrote {path}; there is no kubectl with a current context here: where there is one, "
             f"start it with: kubectl apply -f {path}"
         )
-    # where the claim is mounted here too, the pods may see this at once
+    # before `apply`: the pods may read run.json at once
     run.update(state="queued", failure=None, ended=None, exit_code=None)
     try:
         kubectl.apply(path)
     except LaunchError:
-        run.update(state="starting")  # it never did: seen as interrupted, and free to go on
+        run.update(
+            state="starting"
+        )  # not submitted: the state is then `interrupted`, and the run can be resumed
         raise
     name, space = object_name(job.name), job.recipe.kubernetes.namespace
     return (
@@ -82,7 +85,7 @@ def _kind(job: ClusterJob, ask: bool) -> Kind:
 
 
 def object_name(run: str) -> str:
-    """A DNS label for `run`; a run whose name does not survive as it is gets a few digits of its own."""
+    """A DNS label for `run`; a name that had to be changed gets a hash appended."""
     name = re.sub(r"[^a-z0-9]+", "-", run.lower()).strip("-")
     if not name[:1].isalpha():
         name = f"run-{name}".strip("-")
@@ -93,7 +96,7 @@ def object_name(run: str) -> str:
 
 
 def check(recipe: Recipe, nodes: int) -> None:
-    """Refuse what the cluster would only tell later, or not at all."""
+    """Refuse what the cluster would report only later, or not at all."""
     options, runs = recipe.kubernetes, PurePosixPath(recipe.logging.dir)
     if not options.image:
         raise RecipeError("kubernetes.image: a pod needs one; give an image that has muster in it")
@@ -110,7 +113,7 @@ def check(recipe: Recipe, nodes: int) -> None:
 
 
 def _command(job: ClusterJob, *more: str) -> list[str]:
-    """Neither kind of job lets one choose the working folder in the same way; `env` does."""
+    """The two kinds of job set the working directory in different ways; `env` works for both."""
     return [
         "env",
         f"--chdir={job.recipe.kubernetes.mount_path}",
@@ -125,7 +128,7 @@ def _config_map(job: ClusterJob) -> Document:
 
 
 def _service(job: ClusterJob) -> Document:
-    """Gives each pod a name. Pods look for each other before any of them counts as ready."""
+    """A headless service: gives each pod a DNS name. Pods resolve each other before they are ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -160,7 +163,7 @@ def _indexed_job(job: ClusterJob) -> Document:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimitPerIndex": options.restarts,
-        "maxFailedIndexes": 0,  # a run cannot do without one of its nodes
+        "maxFailedIndexes": 0,  # a run needs all of its nodes
         "podFailurePolicy": _failure_policy(),
         "ttlSecondsAfterFinished": KEPT_S,
         "template": {"metadata": {"labels": _labels(job)}, "spec": pod},
@@ -169,8 +172,8 @@ def _indexed_job(job: ClusterJob) -> Document:
 
 
 def _failure_policy() -> Document:
-    """One node that goes takes the others with it, so failures are counted per pod; and a pod that was
-    told to go, or that saved and ended because another one was, has not failed."""
+    """A failed node ends the others too, so failures are counted per pod. A pod that was evicted, or that
+    saved and ended because another one was, has not failed."""
     evicted = [{"type": "DisruptionTarget", "status": "True"}]
     ended = {"containerName": CONTAINER, "operator": "In", "values": [SIGNALLED]}
     return {
@@ -234,8 +237,8 @@ def _selector(name: str, kind: Kind) -> str:
 
 
 def _environment(job: ClusterJob) -> list[Document]:
-    """A user without an entry in the image's /etc/passwd has neither a name nor a home; both are
-    asked for, the one by torch's caches, the other by everyone's."""
+    """A user without an entry in the image's /etc/passwd has neither a name nor a home directory; torch's
+    caches need the one, other caches the other."""
     taken = sorted(n for n in job.environment if n in TAKEN or n.startswith("PET_"))
     if taken:
         raise LaunchError(f"{', '.join(taken)} cannot be given: the job sets its own; unset it")
@@ -292,7 +295,7 @@ def _mounts(job: ClusterJob) -> list[Document]:
 def _container_security(job: ClusterJob) -> Document:
     capabilities = {"drop": ["ALL"]}
     if job.recipe.kubernetes.infiniband:
-        capabilities["add"] = ["IPC_LOCK"]  # RDMA keeps its buffers where they are
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins its buffers
     return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 

@@ -1,8 +1,8 @@
 """Ranks on this machine: torch's elastic agent, in a process of its own that outlives the terminal.
 
-`start` returns at once; the supervisor it leaves behind starts one worker per device, starts them
-again from the last checkpoint when one was killed, and notes in the run directory how it ended. With
-several nodes each has such a supervisor, and node 0's speaks for the run.
+`start` returns at once; the supervisor that it starts in the background starts one worker per device,
+restarts them from the last checkpoint when one was killed, and writes the outcome to the run directory.
+With several nodes each has a supervisor, and node 0's writes run.json.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from muster.errors import SHRINK, LaunchError, MusterError
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
-from muster.launch.parent import SUPERVISOR
+from muster.launch.orphans import SUPERVISOR
 from muster.observe import heartbeat
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
@@ -34,15 +34,14 @@ from muster.runs import Run
 log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
-_claims: list[Any] = []  # held until this process ends
 ONE_NODE = Node()
 
 
 def start(
     run: Run, ranks: int, node: Node = ONE_NODE, claim: TextIOWrapper | None = None
 ) -> subprocess.Popen[bytes]:
-    """Leave a supervisor behind in a session of its own: neither Ctrl-C nor hang-up reaches it. It
-    takes over the `claim` on the run, or makes its own."""
+    """Start a supervisor in its own session: neither Ctrl-C nor SIGHUP reaches it. It inherits the
+    `claim` on the run, or makes its own."""
     where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
     where += ["--master-port", node.port]
     where += ["--claim", claim.fileno()] if claim else []
@@ -57,7 +56,7 @@ def start(
             pass_fds=[claim.fileno()] if claim else [],
         )
     while node.rank == 0 and run.info().get("pid") != process.pid and process.poll() is None:
-        time.sleep(0.02)  # until it answers for the run, so that nobody takes the run for dead
+        time.sleep(0.02)  # until run.json has its pid, so that the run does not look interrupted
     return process
 
 
@@ -69,10 +68,10 @@ class Supervisor:
     def __init__(self, run: Run, ranks: int, node: Node) -> None:
         self.run, self.ranks, self.node = run, ranks, node
         self.recipe = from_resolved(run.path / "recipe.yaml")
-        self.restarts = self.in_vain = self.newest = 0
+        self.restarts = self.failed_restarts = self.last_step = 0
 
     @property
-    def speaks(self) -> bool:
+    def is_master(self) -> bool:
         """Only node 0 writes about the run as a whole."""
         return self.node.rank == 0
 
@@ -82,28 +81,28 @@ class Supervisor:
 
         options = self.recipe.distributed
         self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s)
-        if self.speaks:
+        if self.is_master:
             self.run.keep_alive()
             self.nodes.publish(path=str(self.run.path.resolve()), recipe=self.recipe.as_dict())
         self._set_environment()
         os.environ[SUPERVISOR] = str(os.getpid())
         while True:
-            if self.speaks:
-                clear_last_words(self.run.path)
-            self.nodes.arrive()
-            if self.speaks:
+            if self.is_master:
+                clear_error_reports(self.run.path)
+            self.nodes.join()
+            if self.is_master:
                 self.run.update(
                     state="running",
                     ranks=self.ranks * self.node.nodes,
                     nodes=self.nodes.hosts,
                     restarts=self.restarts,
                 )
-            verdict = self.nodes.decide(self._attempt(), self._judge)
-            if not verdict["again"]:
-                return int(verdict["exit_code"])
+            decision = self.nodes.decide(self._attempt(), self._decide)
+            if not decision["again"]:
+                return int(decision["exit_code"])
 
     def _attempt(self) -> dict[str, Any] | None:
-        """One life of this node's ranks; None when all of them ended well or were sent home."""
+        """Run this node's ranks once; None when all of them succeeded or another node's failure ended them."""
         from muster.launch import failure
         from muster.launch.agent import run_ranks
 
@@ -117,43 +116,48 @@ class Supervisor:
         world = self.ranks * self.node.nodes
         return failure.collect(self.run.path, codes, world, before)
 
-    def _judge(self, accounts: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """What becomes of the run, by how every node's ranks fared."""
+    def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Whether to restart, from the reports of all nodes."""
         from muster.launch import failure
 
         failures = [
-            self._silence(account["silent"]) if "silent" in account else account
-            for account in accounts
-            if account
+            self._lost_node(report["silent"]) if "silent" in report else report
+            for report in reports
+            if report
         ]
         if not failures:
             return {"again": False, "exit_code": 0}
         worst = failure.first(failures)
-        if self._worth_another(worst):
+        if self._should_restart(worst):
             return {"again": True}
-        if self.speaks:
+        if self.is_master:
             self.run.update(state="failed", failure=worst, ended=time.time(), exit_code=1)
         else:
             write_json(self.run.path / f"node-{self.node.rank}.json", worst)
         return {"again": False, "exit_code": 1, "failure": worst}
 
-    def _silence(self, node: int) -> dict[str, Any]:
+    def _lost_node(self, node: int) -> dict[str, Any]:
         from muster.launch import failure
 
-        return failure.silent(node, self.nodes.hosts[node], self.nodes.silence(node))
+        return failure.lost_node(node, self.nodes.hosts[node], self.nodes.seconds_silent(node))
 
-    def _worth_another(self, worst: dict[str, Any]) -> bool:
-        """A killed rank is started again, unless it keeps dying without getting any further."""
-        if not self.speaks:
-            return False  # node 0 has fallen silent; nobody could be met again
+    def _should_restart(self, worst: dict[str, Any]) -> bool:
+        """After a kill by a signal, up to max_restarts times without a new checkpoint."""
+        if not self.is_master:
+            return False  # node 0 is lost, and with it the rendezvous
         if worst["exit_code"] == SHRINK:
-            return True  # smaller from now on, as the rank has noted; that can happen only so often
+            return True  # with smaller micro-batches, as the rank has written down; limited by their size
         reached = max(complete_steps(self.run.path), default=0)
-        self.in_vain, self.newest = (0 if reached > self.newest else self.in_vain), reached
-        if worst["signal"] is None or self.in_vain >= self.recipe.distributed.max_restarts:
+        self.failed_restarts, self.last_step = (
+            (0 if reached > self.last_step else self.failed_restarts),
+            reached,
+        )
+        if worst["signal"] is None or self.failed_restarts >= self.recipe.distributed.max_restarts:
             return False
-        self.restarts, self.in_vain = self.restarts + 1, self.in_vain + 1
-        self._note("restarting", rank=worst["rank"], signal=worst["signal"], attempt=self.restarts)
+        self.restarts, self.failed_restarts = self.restarts + 1, self.failed_restarts + 1
+        self._record_event(
+            "restarting", rank=worst["rank"], signal=worst["signal"], attempt=self.restarts
+        )
         return True
 
     def _set_environment(self) -> None:
@@ -167,13 +171,13 @@ class Supervisor:
             )
         )
 
-    def _note(self, what: str, **details: Any) -> None:
+    def _record_event(self, what: str, **details: Any) -> None:
         with (self.run.path / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
 
-def clear_last_words(folder: Path) -> None:
-    """What ranks of an earlier attempt left behind about their end."""
+def clear_error_reports(folder: Path) -> None:
+    """Remove the error reports and heartbeats of an earlier attempt."""
     heartbeat.clear(folder)
     for path in (folder / "ranks").glob("*.error.json"):
         path.unlink()
@@ -185,22 +189,20 @@ def join_run(node: Node, recipe: Recipe) -> Run:
 
     rendezvous.refuse_loopback(node.address)
     limit = recipe.distributed.timeout_s
-    store = rendezvous.reach(node.address, node.port, limit)
+    store = rendezvous.connect(node.address, node.port, limit)
     try:
         store.wait(["run"])
     except RuntimeError:
         raise LaunchError(
-            f"{node.address}:{node.port} answers, but says nothing of a run within {limit:.0f} s; is "
+            f"{node.address}:{node.port} answers, but has published no run within {limit:.0f} s; is "
             "that node 0 of this run?"
         ) from None
     facts = json.loads(store.get("run"))
-    theirs = Recipe.model_validate(facts["recipe"])
-    if different := differences(theirs.as_dict(), recipe.as_dict()):
-        words = "give every node the same recipe and the same key=value words"
-        store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {words}")
-        raise LaunchError(
-            f"node 0 trains with another recipe ({'; '.join(different[:3])}); {words}"
-        )
+    master_recipe = Recipe.model_validate(facts["recipe"])
+    if different := differences(master_recipe.as_dict(), recipe.as_dict()):
+        hint = "give every node the same recipe and the same key=value overrides"
+        store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")
+        raise LaunchError(f"node 0 trains with another recipe ({'; '.join(different[:3])}); {hint}")
     run = Run(Path(facts["path"]))
     if not (run.path / "run.json").is_file():
         raise LaunchError(
@@ -211,12 +213,14 @@ def join_run(node: Node, recipe: Recipe) -> Run:
 
 
 def differences(one: Any, other: Any, key: str = "") -> list[str]:
-    """Keys whose values differ, in the form `training.lr: 0.1 here 0.2`."""
+    """Keys whose values differ, in the form `training.lr: 0.1 there, 0.2 here`."""
     if isinstance(one, dict) and isinstance(other, dict):
         return [
-            words
+            difference
             for name in sorted({*one, *other})
-            for words in differences(one.get(name), other.get(name), f"{key}.{name}".strip("."))
+            for difference in differences(
+                one.get(name), other.get(name), f"{key}.{name}".strip(".")
+            )
         ]
     return [] if one == other else [f"{key}: {one!r} there, {other!r} here"]
 
@@ -224,16 +228,16 @@ def differences(one: Any, other: Any, key: str = "") -> list[str]:
 def stop_on_signal(run: Run) -> None:
     """SIGTERM and SIGUSR1 ask the run to save and end, as `muster stop` does."""
 
-    def heard(number: int, _: object) -> None:
+    def request_stop(number: int, _: object) -> None:
         if not (run.path / STOP_FILE).exists():
             (run.path / STOP_FILE).write_text(signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, heard)
+        signal.signal(number, request_stop)
 
 
 def main(arguments: list[str]) -> int:
-    """Even a supervisor that breaks leaves a run that says so."""
+    """A supervisor that fails still writes that to run.json."""
     parser = argparse.ArgumentParser(prog="muster.launch.local")
     parser.add_argument("run", type=Path)
     parser.add_argument("ranks", type=int)
@@ -249,21 +253,26 @@ def main(arguments: list[str]) -> int:
     node = resolve_node(
         os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
     )
-    if node.rank == 0:
-        try:
-            claim = run.claim() if asked.claim is None else os.fdopen(asked.claim)
-        except LaunchError as error:
-            log.error("%s", error)
-            return 2
-        _claims.append(claim)
+    if node.rank > 0:
+        return _supervise(run, asked.ranks, node)
+    try:
+        claim = run.claim() if asked.claim is None else os.fdopen(asked.claim)
+    except LaunchError as error:
+        log.error("%s", error)
+        return 2
+    with claim:
         run.own()
+        return _supervise(run, asked.ranks, node)
+
+
+def _supervise(run: Run, ranks: int, node: Node) -> int:
     stop_on_signal(run)
     codes: list[int] = []
-    # torch's agent takes over the signals of the thread it runs in, if that is the main one
-    life = threading.Thread(target=lambda: codes.append(_guarded(run, asked.ranks, node)))
-    life.start()
-    while life.is_alive():
-        life.join(0.2)
+    # torch's agent installs signal handlers if it runs in the main thread
+    thread = threading.Thread(target=lambda: codes.append(_guarded(run, ranks, node)))
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
     return codes[0]
 
 
@@ -290,4 +299,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads may still wait for a node that is gone
+    os._exit(code)  # threads may still wait for a lost node

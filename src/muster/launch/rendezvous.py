@@ -1,6 +1,6 @@
-"""The meeting point of all ranks: one store, on one address, held by one process.
+"""The rendezvous of all ranks: one TCPStore, on one address, hosted by one process.
 
-torch's own store listens on every interface, and whoever reaches it can run code in the ranks. So
+torch's own store listens on every interface, and any client of it can run code in the ranks. So
 muster opens the socket itself: on the loopback for one machine, on the given address for several.
 """
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from muster.errors import LaunchError
 from muster.launch import addresses
 from muster.launch.addresses import refuse_loopback
-from muster.launch.cluster import Node, Place
+from muster.launch.cluster import Node, RankInfo
 
 LOOPBACK = "127.0.0.1"
 
@@ -39,13 +39,13 @@ def host(address: str, port: int, timeout_s: float) -> Any:
     )
 
 
-def reach(address: str, port: int, timeout_s: float) -> Any:
-    """The store that another process holds, once it listens."""
-    _await_listener(address, port, timeout_s)
+def connect(address: str, port: int, timeout_s: float) -> Any:
+    """Connect to the store that another process hosts, once it listens."""
+    _wait_for_listener(address, port, timeout_s)
     found: list[Any] = []
     limit = datetime.timedelta(seconds=timeout_s)
 
-    def connect() -> None:
+    def open_store() -> None:
         with suppress(RuntimeError):
             found.append(
                 dist.TCPStore(  # type: ignore[attr-defined]
@@ -53,26 +53,26 @@ def reach(address: str, port: int, timeout_s: float) -> Any:
                 )
             )
 
-    connecting = threading.Thread(target=connect, daemon=True)
+    connecting = threading.Thread(target=open_store, daemon=True)
     connecting.start()
-    connecting.join(timeout_s)  # some other service would leave torch waiting for ever
+    connecting.join(timeout_s)  # another service on that port would block torch for ever
     if not found:
         raise LaunchError(
-            f"{address}:{port} answers, but it is not where ranks meet; is another service on that "
-            "port? Choose another one with --master-port, the same on every machine"
+            f"{address}:{port} answers, but it is no TCPStore; is another service on that port? "
+            "Choose another one with --master-port, the same on every machine"
         )
     return found[0]
 
 
-def _await_listener(address: str, port: int, timeout_s: float) -> None:
-    """torch waits too, but speaks in stack traces and takes its limit twice."""
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """torch waits too, but raises a stack trace and takes twice its timeout."""
     end, problem = time.monotonic() + timeout_s, "no answer"
     while True:
         left = end - time.monotonic()
         if left <= 0:
             raise LaunchError(
-                f"nobody answered at {address}:{port} within {timeout_s:.0f} s ({problem}); start node "
-                "0 (rank 0) there, let the port through the firewall, and give the same address and "
+                f"no connection to {address}:{port} within {timeout_s:.0f} s ({problem}); start node "
+                "0 (rank 0) there, open the port in the firewall, and give the same address and "
                 "port on every machine"
             )
         try:
@@ -84,66 +84,66 @@ def _await_listener(address: str, port: int, timeout_s: float) -> None:
 
 
 def for_node(node: Node, timeout_s: float) -> Any:
-    """The store of all nodes' supervisors: node 0 holds it."""
+    """The store of all nodes' supervisors: node 0 hosts it."""
     if node.nodes > 1:
         refuse_loopback(node.address)
     if node.rank == 0:
         return host(node.address, node.port, timeout_s)
-    return reach(node.address, node.port, timeout_s)
+    return connect(node.address, node.port, timeout_s)
 
 
-def for_rank(place: Place, timeout_s: float) -> Any:
-    """The store of all ranks: their agent holds it where there is one, else rank 0 does.
+def for_rank(rank_info: RankInfo, timeout_s: float) -> Any:
+    """The store of all ranks: their agent hosts it where there is one, else rank 0.
 
-    Each attempt of a restarted run writes under a prefix of its own.
+    Each attempt of a restarted run has its own key prefix.
     """
-    if place.world > place.local_world:
-        refuse_loopback(place.address)
-    if place.rank == 0 and not place.agent:
-        store = host(place.address, place.port, timeout_s)
+    if rank_info.world > rank_info.local_world:
+        refuse_loopback(rank_info.address)
+    if rank_info.rank == 0 and not rank_info.agent:
+        store = host(rank_info.address, rank_info.port, timeout_s)
     else:
-        store = reach(place.address, place.port, timeout_s)
-    return dist.PrefixStore(f"ranks/{place.meeting}", store)  # type: ignore[attr-defined]
+        store = connect(rank_info.address, rank_info.port, timeout_s)
+    return dist.PrefixStore(f"ranks/{rank_info.store_prefix}", store)  # type: ignore[attr-defined]
 
 
-def sign_in(store: Any, place: Place, device: str | None, timeout_s: float) -> None:
-    """Every rank says where it computes; two on one device, or one that does not come, end the run.
+def register(store: Any, rank_info: RankInfo, device: str | None, timeout_s: float) -> None:
+    """Every rank posts its device; two ranks on one device, or a missing rank, end the run.
 
-    `device` is what tells it from all others of its host, such as a GPU's UUID; None for CPUs. This
-    happens before the first collective: NCCL would only say `unhandled system error`.
+    `device` identifies it on its host, such as a GPU's UUID; None for CPUs. This is before the first
+    collective, where NCCL would only report `unhandled system error`.
     """
     mine = {"host": os.uname().nodename, "pid": os.getpid(), "device": device}
-    store.set(f"here/{place.rank}", json.dumps(mine))
-    if place.rank == 0:
-        store.set("verdict", json.dumps(_verdict(store, place, timeout_s)))
+    store.set(f"registered/{rank_info.rank}", json.dumps(mine))
+    if rank_info.rank == 0:
+        store.set("problem", json.dumps(_find_problem(store, rank_info, timeout_s)))
     try:
-        store.wait(["verdict"], datetime.timedelta(seconds=timeout_s + 10))
+        store.wait(["problem"], datetime.timedelta(seconds=timeout_s + 10))
     except RuntimeError:
         raise LaunchError(
-            f"rank 0 at {place.address} did not answer within {timeout_s:.0f} s; its log says why"
+            f"rank 0 at {rank_info.address} did not answer within {timeout_s:.0f} s; its log says why"
         ) from None
-    if words := json.loads(store.get("verdict")):
-        raise LaunchError(words)
+    if problem := json.loads(store.get("problem")):
+        raise LaunchError(problem)
 
 
-def _verdict(store: Any, place: Place, timeout_s: float) -> str | None:
-    keys = [f"here/{rank}" for rank in range(place.world)]
+def _find_problem(store: Any, rank_info: RankInfo, timeout_s: float) -> str | None:
+    keys = [f"registered/{rank}" for rank in range(rank_info.world)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout_s))
     except RuntimeError:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         return (
-            f"{_ranks(missing)} did not come within {timeout_s:.0f} s; see {_logs(missing)} for why"
+            f"{_ranks(missing)} did not join within {timeout_s:.0f} s; see {_logs(missing)} for why"
         )
     owners: dict[tuple[str, str], int] = {}
     for rank, text in enumerate(store.multi_get(keys)):
-        said = json.loads(text)
-        if said["device"] is None:
+        entry = json.loads(text)
+        if entry["device"] is None:
             continue
-        first = owners.setdefault((said["host"], said["device"]), rank)
+        first = owners.setdefault((entry["host"], entry["device"]), rank)
         if first != rank:
             return (
-                f"ranks {first} and {rank} share one GPU of {said['host']} ({said['device']}); start "
+                f"ranks {first} and {rank} share one GPU of {entry['host']} ({entry['device']}); start "
                 "as many ranks as there are GPUs, and check CUDA_VISIBLE_DEVICES and LOCAL_RANK"
             )
     return None

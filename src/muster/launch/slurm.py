@@ -1,7 +1,7 @@
-"""`--on slurm`: the run as a batch job that comes back after a preemption.
+"""`--on slurm`: the run as a batch job that is requeued after a preemption.
 
-`render` writes the script and `submit` hands it to sbatch. What happens inside the job, and whether
-it is queued again, is in `slurm_job`, which the script's last line starts.
+`render` writes the script and `submit` calls sbatch. What happens inside the job, and whether it is
+requeued, is in `slurm_job`, which the script's last line starts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from muster.errors import LaunchError
 from muster.launch.job import ClusterJob
 from muster.runs import ENDED, Run
 
-PATIENCE_S = 60.0  # for SLURM's own commands
+TIMEOUT_S = 60.0  # for SLURM's own commands
 ASK_EVERY_S = 5.0
-TROUBLE = "%\n\r"  # % starts a pattern in --output, and #SBATCH lines end where a line ends
+FORBIDDEN = "%\n\r"  # % starts a pattern in --output, and #SBATCH lines end where a line ends
 
-# What sbatch says, and which key it is about. The first that matches counts.
+# Patterns in sbatch's errors, and what to change. The first that matches counts.
 CURES = (
     ("invalid partition", "set slurm.partition to one that `sinfo --summarize` lists"),
     ("account", "set slurm.account to one that `sacctmgr show associations user=$USER` lists"),
@@ -35,38 +35,38 @@ CURES = (
      "lower slurm.cpus_per_rank, --gpus or --nodes, or choose another slurm.partition; "
      "`sinfo --format '%P %D %c %G'` shows what their nodes have"),
     ("contact slurm controller|configuration source",
-     "run this where SLURM's commands work, usually a login node; `scontrol ping` tells"),
+     "run this where SLURM's commands work, usually a login node; `scontrol ping` shows"),
     ("limit", "wait for other jobs to end, or choose another slurm.account or slurm.qos"),
 )  # fmt: skip
 
-# Why a job waits, by what SLURM calls it. Others are shown as they are.
+# Why a job waits, by SLURM's reason code. Other codes are shown as they are.
 REASONS = {
-    "None": "SLURM has not looked at it yet",
+    "None": "SLURM has not scheduled it yet",
     "Resources": "not enough nodes are free",
-    "Priority": "jobs of higher priority go first",
-    "BeginTime": "a job that was queued again rests for two minutes",
+    "Priority": "jobs of higher priority are ahead of it",
+    "BeginTime": "a requeued job waits for two minutes",
     "Dependency": "another job must end first",
-    "PartitionConfig": "the partition cannot give what it asks for, so it will never start",
+    "PartitionConfig": "the partition lacks the requested resources, so it will never start",
     "PartitionNodeLimit": "the partition allows fewer nodes, so it will never start",
     "PartitionTimeLimit": "slurm.time is above the partition's limit, so it will never start",
     "PartitionDown": "the partition is down",
     "ReqNodeNotAvail": "nodes that it needs are down or reserved",
-    "JobHeldUser": "it is held; let it go with `scontrol release`",
+    "JobHeldUser": "it is held; release it with `scontrol release`",
     "JobHeldAdmin": "an administrator holds it",
 }
 
-# How jobs end, by what SLURM calls it.
+# How jobs end, by SLURM's state.
 ENDS = {
     "BOOT_FAIL": "its nodes did not boot",
     "CANCELLED": "it was cancelled",
     "COMPLETED": "it ended",
     "DEADLINE": "its deadline passed",
     "FAILED": "its script failed",
-    "FORGOTTEN": "SLURM does not know it any more",
+    "FORGOTTEN": "SLURM has no record of it any more",
     "NODE_FAIL": "a node failed",
     "OUT_OF_MEMORY": "it used more host memory than it asked for; give --mem in slurm.options",
-    "PREEMPTED": "a job of higher priority took its place",
-    "TIMEOUT": "its time was up before the run had saved; raise slurm.signal_s",
+    "PREEMPTED": "it was preempted by a job of higher priority",
+    "TIMEOUT": "it reached its time limit before the run had saved; raise slurm.signal_s",
 }
 
 
@@ -88,7 +88,7 @@ def render(job: ClusterJob) -> str:
         f"# Run {job.name}, written by muster train --on slurm.",
         *(f"#SBATCH {option}" for option in _directives(job, tasks, cpus)),
         "set -e",
-        "trap '' USR1  # until muster listens",
+        "trap '' USR1  # until muster installs its handler",
         *options.setup,
         *(f"export {name}={shlex.quote(text)}" for name, text in sorted(job.environment.items())),
     ]
@@ -104,7 +104,7 @@ def render(job: ClusterJob) -> str:
 def _directives(job: ClusterJob, tasks: int, cpus: int) -> list[str]:
     options = job.recipe.slurm
     path = str(job.run)
-    if any(sign in path for sign in TROUBLE):
+    if any(sign in path for sign in FORBIDDEN):
         raise LaunchError(
             f"logging.dir: SLURM cannot write a log into {path!r}; choose a folder without % in its name"
         )
@@ -128,17 +128,17 @@ def _directives(job: ClusterJob, tasks: int, cpus: int) -> list[str]:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch, not a shell, reads it."""
+    """Quoted for sbatch, not for a shell."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def submit(job: ClusterJob) -> str:
-    """Write RUN/job.sbatch and hand it in. Returns the job's id."""
+    """Write RUN/job.sbatch and submit it. Returns the job's id."""
     script, run = job.run / "job.sbatch", Run(job.run)
     script.write_text(render(job))
     if shutil.which("sbatch") is None:
         raise LaunchError(
-            f"--on slurm: there is no sbatch here; hand in {script} where there is one, usually on a "
+            f"--on slurm: there is no sbatch here; submit {script} where there is one, usually on a "
             "login node, or leave --on slurm out"
         )
     # Before, not after: the job may start while sbatch still returns.
@@ -146,20 +146,20 @@ def submit(job: ClusterJob) -> str:
     answer = ask("sbatch", "--parsable", str(script))
     if answer.returncode:
         run.update(state="starting")
-        raise LaunchError(f"sbatch refused {script}: {_complaint(answer.stderr)}")
+        raise LaunchError(f"sbatch refused {script}: {_error(answer.stderr)}")
     number = answer.stdout.strip().split(";")[0]  # the cluster's name may follow
     run.update(slurm_job=number)
     return number
 
 
-def _complaint(words: str) -> str:
-    said = re.sub(r"^sbatch: (error|fatal): ", "", words.strip(), flags=re.MULTILINE)
-    cures = (cure for pattern, cure in CURES if re.search(pattern, said, re.IGNORECASE))
-    return "; ".join(filter(None, [said.replace("\n", "; "), next(cures, "")]))
+def _error(text: str) -> str:
+    text = re.sub(r"^sbatch: (error|fatal): ", "", text.strip(), flags=re.MULTILINE)
+    cures = (cure for pattern, cure in CURES if re.search(pattern, text, re.IGNORECASE))
+    return "; ".join(filter(None, [text.replace("\n", "; "), next(cures, "")]))
 
 
 def state(run: Run) -> str | None:
-    """What SLURM says of the run's job, in words; None when there is none or SLURM does not answer."""
+    """The state of the run's job, for people; None when there is none or SLURM does not answer."""
     number = run.info().get("slurm_job")
     facts = job_facts(number) if number else {}
     if not facts:
@@ -177,19 +177,19 @@ def state(run: Run) -> str | None:
 def job_facts(number: str) -> dict[str, str]:
     """JobState, Reason, PreemptTime, Requeue … of a job; nothing when SLURM does not answer.
 
-    SLURM itself forgets a job some minutes after its end; the accounts, if it keeps any, do not.
+    scontrol drops a job some minutes after its end; sacct, where accounting is on, does not.
     """
-    told = ask("scontrol", "show", "job", "--oneliner", number)
-    if told.returncode == 0:
-        return dict(re.findall(r"(\w+)=(\S*)", told.stdout))
-    if "Invalid job id" not in told.stderr:
+    answer = ask("scontrol", "show", "job", "--oneliner", number)
+    if answer.returncode == 0:
+        return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+    if "Invalid job id" not in answer.stderr:
         return {}
-    told = ask("sacct", "--allocations", "--noheader", "--format=State%40", "--jobs", number)
-    return {"JobState": (told.stdout.split() or ["FORGOTTEN"])[0]}
+    answer = ask("sacct", "--allocations", "--noheader", "--format=State%40", "--jobs", number)
+    return {"JobState": (answer.stdout.split() or ["FORGOTTEN"])[0]}
 
 
 def cancel(run: Run) -> None:
-    """End the job: one that waits is over at once; one that runs saves first if SLURM lets it."""
+    """End the job: a pending one at once; a running one saves first if SLURM lets it."""
     number = run.info().get("slurm_job")
     if not number:
         raise LaunchError(f"{run.name} has no SLURM job")
@@ -200,7 +200,7 @@ def cancel(run: Run) -> None:
 
 
 def settle(run: Run) -> bool:
-    """Whether the run's job is over. If the run never said so itself, note how it ended."""
+    """Whether the run's job is over. If the run has not recorded its own end, record how it ended."""
     number = run.info().get("slurm_job")
     facts = job_facts(number) if number else {}
     name = facts.get("JobState")
@@ -217,24 +217,24 @@ def settle(run: Run) -> bool:
 
 
 def note_failure(run: Run, number: object, why: str) -> None:
-    """For a run that cannot speak for itself."""
+    """For a run that could not record it itself."""
     from muster.launch import failure
 
-    words = f"SLURM job {number}: {why}; its log: {run.path}/slurm-{number}.log"
-    found = failure.of_launcher(LaunchError(words), expected=True)
+    text = f"SLURM job {number}: {why}; its log: {run.path}/slurm-{number}.log"
+    found = failure.of_launcher(LaunchError(text), expected=True)
     run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
 
 
 class Follower:
-    """`Run.state` for those who follow a run on SLURM: it is not over before its job is.
+    """`Run.state` for following a run on SLURM: it is not over before its job is.
 
-    A preempted run says `stopped` for a moment before it is queued again. `tell` hears SLURM's
-    words on the job whenever they change while it waits.
+    A preempted run is `stopped` for a moment before it is requeued. `on_change` gets the reason why a
+    job waits whenever that changes.
     """
 
-    def __init__(self, run: Run, tell: Callable[[str], None] = lambda words: None) -> None:
-        self.run, self.tell = run, tell
-        self.next, self.words = 0.0, ""
+    def __init__(self, run: Run, on_change: Callable[[str], None] = lambda text: None) -> None:
+        self.run, self.on_change = run, on_change
+        self.next, self.text = 0.0, ""
 
     def __call__(self) -> str:
         state = self.run.state()
@@ -244,25 +244,25 @@ class Follower:
             self.next = time.monotonic() + (ASK_EVERY_S if state == "queued" else 0.5)
             if settle(self.run):
                 return self.run.state()
-            self._listen()
+            self._check_job()
         return "queued" if state == "queued" else "running"
 
-    def _listen(self) -> None:
-        words = state(self.run) or ""
-        if words != self.words and "waits" in words:
-            self.tell(words)
-        self.words = words
+    def _check_job(self) -> None:
+        text = state(self.run) or ""
+        if text != self.text and "waits" in text:
+            self.on_change(text)
+        self.text = text
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """One of SLURM's commands. Within another job, that job's variables would speak for this one."""
+    """Run one of SLURM's commands, without the SLURM_ variables of a job that this process is in."""
     env = {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith("SLURM_")}
     try:
         return subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except FileNotFoundError:
         return subprocess.CompletedProcess(command, 127, "", f"there is no {command[0]} here")
     except subprocess.TimeoutExpired:
-        late = f"{command[0]} did not answer within {PATIENCE_S:.0f} s"
+        late = f"{command[0]} did not answer within {TIMEOUT_S:.0f} s"
         return subprocess.CompletedProcess(command, 124, "", late)

@@ -12,9 +12,9 @@ from muster.launch import rendezvous
 
 
 def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> None:
-    """Call `function` in `ranks` processes that find each other through torchrun's variables.
+    """Call `function` in `ranks` processes, with torchrun's variables for the rendezvous.
 
-    The parent holds the meeting point on a port the system chose, so none can be taken already.
+    The parent hosts the store on a port that the system chose, so it cannot be in use.
     """
     store = rendezvous.host(rendezvous.LOOPBACK, 0, 300.0)
     mp.spawn(  # type: ignore[attr-defined]

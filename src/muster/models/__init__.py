@@ -11,15 +11,22 @@ from torch import nn
 
 from muster.models.ctc import LMUCTC, LMUCTCConfig
 from muster.models.decoder import Decoder, DecoderConfig
-from muster.models.guide import Guide, GuideConfig
+from muster.models.lmu_attention import LMUAttentionConfig, LMUAttentionCTC
 from muster.models.resnet import MnistNet, MnistNetConfig, ResNet, ResNetConfig
-from muster.models.whisper import Whisper, WhisperConfig
+from muster.models.whisper.model import Whisper, WhisperConfig
 
-Config = LMUCTCConfig | GuideConfig | DecoderConfig | WhisperConfig | ResNetConfig | MnistNetConfig
+Config = (
+    LMUCTCConfig
+    | LMUAttentionConfig
+    | DecoderConfig
+    | WhisperConfig
+    | ResNetConfig
+    | MnistNetConfig
+)
 
 MODELS: dict[type, Callable[[Any], nn.Module]] = {
     LMUCTCConfig: LMUCTC,
-    GuideConfig: Guide,
+    LMUAttentionConfig: LMUAttentionCTC,
     DecoderConfig: Decoder,
     WhisperConfig: Whisper,
     ResNetConfig: ResNet,
@@ -86,7 +93,7 @@ PRESETS: dict[str, Config] = {
     "lmu-micro-causal": _causal(MICRO),
     "lmu-7m": SEVEN_M,
     "lmu-7m-causal": _causal(SEVEN_M),
-    "lmu-guide": GuideConfig(),
+    "lmu-guide": LMUAttentionConfig(),
     "gpt2-micro": _gpt(4, 128, 4),
     "gpt2": _gpt(12, 768, 12),
     "gpt2-medium": _gpt(24, 1024, 16),

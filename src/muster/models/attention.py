@@ -111,7 +111,7 @@ class Attention(nn.Module):
         self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
-        of the heads, and between layers only a stretch of the sequence."""
+        of the heads, and between layers only a shard of the sequence."""
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
         past = cache.seen(self.layer) if cache is not None else 0
         mask = attention_mask(self.config, q.shape[2], past, documents, q.device)
@@ -140,7 +140,7 @@ class Attention(nn.Module):
 def attention_mask(
     config: DecoderConfig, time: int, past: int, documents: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """True where a token may look; None for the plain causal mask, which has a faster kernel."""
+    """True where a token may attend; None for the plain causal mask, which has a faster kernel."""
     windowed = config.window is not None and past + time > config.window
     if documents is None and not windowed and (past == 0 or time == 1):
         return None

@@ -42,7 +42,7 @@ class LMUCTCConfig:
     def __post_init__(self) -> None:
         if self.causal and self.bidirectional:
             raise ValueError(
-                "causal and bidirectional are both true; a causal model hears the past only: "
+                "causal and bidirectional are both true; a causal model uses past frames only: "
                 "set bidirectional to false"
             )
         if not self.causal and self.kernel % 2 == 0:
@@ -51,7 +51,7 @@ class LMUCTCConfig:
 
 @dataclass
 class StreamState:
-    """What a causal model remembers between two chunks. All of it is [batch, …]."""
+    """State of a causal model between two chunks. All of it is [batch, …]."""
 
     pending: Tensor  # frames that do not fill a group of four yet
     tails: list[Tensor]  # the last input frame of each front convolution
@@ -116,7 +116,7 @@ class DepthwiseConv(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, past: Tensor | None = None) -> Tensor:
-        """past [batch, kernel−1, channels] stands in for the left padding (streaming)."""
+        """past [batch, kernel−1, channels] replaces the left padding (streaming)."""
         if past is not None:
             x, pad = torch.cat([past.to(x.dtype), x], dim=1), 0
         elif self.pad[0] == self.pad[1]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Attention, Cache, DecoderConfig
-from muster.models.on_gpu import for_gpu
+from muster.models.gpu_kernels import for_gpu
 from muster.models.plan import ParallelPlan, Split
 
 
@@ -86,7 +86,7 @@ class DecoderBlock(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens and, for GPT-2, the places they stand at."""
+    """Token and, for GPT-2, position embeddings."""
 
     def __init__(self, config: DecoderConfig, first: bool) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class Embedding(nn.Module):
         return x + self.positions(positions)
 
 
-ALIGNED = 64  # rows of a matrix that GPU kernels like to work on
+ALIGNED = 64  # multiple of matrix rows for fast GPU kernels
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits. An odd number of symbols (GPT-2's 50257) would send a GPU to kernels several times
-    slower, so empty rows fill the matrix up there: columns beyond the vocabulary mean nothing."""
+    """Logits. An odd vocabulary size (GPT-2's 50257) makes GPU kernels several times slower, so the matrix
+    is padded there: columns beyond the vocabulary are to be ignored."""
     missing = -weight.shape[0] % ALIGNED
     if missing and for_gpu(x) and not isinstance(weight, DTensor):
         weight = F.pad(weight, (0, 0, 0, missing))
@@ -228,7 +228,7 @@ def tensor_plan(config: DecoderConfig) -> dict[str, Split]:
 
 
 def initial_std(config: DecoderConfig, name: str) -> float | None:
-    """The spread a parameter starts with, by its name; None: norms start at one, biases at zero.
+    """Standard deviation of a parameter's initial values, by its name; None: norms start at one, biases at zero.
 
     As in GPT-2, what is added to the residual stream starts smaller the more layers add to it.
     """

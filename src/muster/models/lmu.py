@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.on_gpu import for_gpu, with_values
+from muster.models.gpu_kernels import for_gpu, with_values
 
 Form = Literal["auto", "recurrent", "toeplitz", "chunked", "fft"]
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: beside a resting matrix W, two thin ones learn B·A.
+"""Low-rank adapters through peft: W is frozen, and the low-rank product B·A is trained.
 
 A layer `….q` becomes `….q.base_layer` with `….q.lora_A.default` [rank, in] and
 `….q.lora_B.default` [out, rank], and computes W x + alpha / rank · B A x.
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.models.decoder import DecoderConfig
-from muster.models.huggingface import place
-from muster.models.huggingface_config import family_for
-from muster.models.tensor_folder import Place, new_folder
+from muster.models.huggingface.config import family_for
+from muster.models.huggingface.folder import place
+from muster.models.huggingface.tensors import TensorLocation, new_folder
 from muster.models.weights import Region, Weights, keyed_generator
-from muster.models.whisper import Whisper, WhisperConfig
+from muster.models.whisper.model import Whisper, WhisperConfig
 
 WHISPER_NAMES = {
     "q": "q_proj",
@@ -40,8 +40,8 @@ A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 def attach(
     model: nn.Module, *, rank: int, alpha: float, dropout: float, targets: Sequence[str]
 ) -> None:
-    """In place, on a Decoder, a part of one, or a Whisper, on any device. Only adapters then learn;
-    a frozen encoder gets none."""
+    """In place, on a Decoder, a part of one, or a Whisper, on any device. Only adapters are then
+    trained; a frozen encoder gets none."""
     model.requires_grad_(False)
     blocks, names = _layers(model)
     if not names:  # a part that holds an end of the model only
@@ -73,7 +73,7 @@ def _layers(model: nn.Module) -> tuple[str, dict[str, str]]:
 
 
 class AdapterWeights:
-    """The base's weights under the names they have beside adapters; A random, B zero.
+    """The base's weights under their names in a model with adapters; A random, B zero.
 
     A is drawn as peft draws it, from (seed, name) alone, so that any layout starts alike.
     """
@@ -164,9 +164,9 @@ def _pattern(layers: list[str]) -> str:
     return "|".join(sorted(re.escape(kind).replace("N", r"\d+") for kind in kinds))
 
 
-def _place(family: str, layer: str) -> Place:
+def _place(family: str, layer: str) -> TensorLocation:
     name = f"{layer}.weight"
-    return Place(name) if family == "whisper" else place(family, name)
+    return TensorLocation(name) if family == "whisper" else place(family, name)
 
 
 def _stacked(family: str, layers: list[str], state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""How a model may be split, as data beside the model. `muster.parallel` carries it out."""
+"""How a model may be parallelized, as data. `muster.parallel` applies it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ Split = Literal[
     "scatter",  # its output enters the residual stream
     "norm",  # works on the residual stream
     "gather",  # a group of layers that reads the whole stream once
-    "heads",  # attention heads on each rank; its output stays in pieces
-    "column",  # output features on each rank; its output stays in pieces
+    "heads",  # attention heads on each rank; its output stays sharded
+    "column",  # output features on each rank; its output stays sharded
     "row",  # input features on each rank; its outputs are summed into the stream
-    "head",  # reads the stream; its logits stay in pieces of the vocabulary
+    "head",  # reads the stream; its logits stay sharded along the vocabulary
     "tied-head",  # the same, with the embedding's own weight
 ]
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Where a model's blocks begin, which matrices are cut how, and the sizes that limit the cuts."""
+    """A model's blocks, the sharding of its matrices, and the sizes that limit it."""
 
-    blocks: tuple[str, ...]  # class names of what repeats: sharded, checkpointed and compiled alone
-    compiled: tuple[str, ...] = ()  # names of what is worth compiling besides the blocks
+    blocks: tuple[
+        str, ...
+    ]  # class names of repeated layers: units of sharding, checkpointing and compilation
+    compiled: tuple[str, ...] = ()  # names of other modules to compile
     tensor: Mapping[str, Split] = field(default_factory=dict)  # module name, `*` for any index
-    layers: int = 0  # blocks a pipeline may be cut between; 0: it may not be cut
+    layers: int = 0  # blocks that a pipeline may be split between; 0: it may not be split
     heads: int = 0
     kv_heads: int = 0
     vocab: int = 0
@@ -35,4 +37,4 @@ class ParallelPlan:
     layer_cost: int = 0  # multiplications per token, of one block …
     head_cost: int = 0  # … and of the head
     tied: bool = False  # the head is the embedding: first and last stage share a weight
-    cast_weights: bool = False  # the forward pass may use rounded copies of the weights
+    cast_weights: bool = False  # weights may be cast to the lower precision

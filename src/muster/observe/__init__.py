@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, rank balance, results, and how a terminal shows them."""
+"""Metrics, heartbeats, rank balance, profiles and results of a run, and how a terminal shows them."""

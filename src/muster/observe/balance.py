@@ -1,4 +1,4 @@
-"""Do all ranks pull their weight? Time computing, waiting for others and waiting for data."""
+"""Load balance of the ranks: time computing, waiting for others and waiting for data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RankTimes = tuple[float, float, float, float, int, int]
 
 @dataclass
 class Balance:
-    """Running sums over steps. The first step of a process warms caches up and does not count."""
+    """Running sums over steps. The first step of a process is warm-up and does not count."""
 
     steps: int = 0
     ratio_sum: float = 0.0
@@ -21,7 +21,7 @@ class Balance:
     cells: int = 0
 
     def add(self, ranks: list[RankTimes]) -> None:
-        """The same step as each rank lived it."""
+        """One step, with the times of each rank."""
         compute = [times[0] for times in ranks]
         mean = sum(compute) / len(compute)
         self.steps += 1

@@ -1,7 +1,7 @@
-"""A run as a terminal shows it: progress while it goes, one table at the end, a panel if it failed.
+"""A run in the terminal: progress while it runs, one table at the end, a panel if it failed.
 
-The run itself never writes to a terminal. Whoever watches reads its files, so that watching,
-leaving and coming back are the same thing.
+The run itself never writes to a terminal. It is shown from its files, so that one can stop watching
+and start again at any time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ACTIVE = ("queued", "starting", "running")
 
 
 class Tail:
-    """New whole lines of a .jsonl file since the last look; starts over when the file is replaced,
-    as it is when a run goes back to a checkpoint. Passes over a line that a full disk cut short."""
+    """New complete lines of a .jsonl file since the last call; starts over when the file is replaced, as
+    it is when a run resumes from a checkpoint. Skips a line that a full disk truncated."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self.inode = path, 0, 0
@@ -55,7 +55,7 @@ class Tail:
 
 
 class Log:
-    """New whole lines of a text file since the last look; at first only those at its end."""
+    """New complete lines of a text file since the last call; at first only those at its end."""
 
     def __init__(self, path: Path, end: int = 2048) -> None:
         self.path, self.end = path, end
@@ -84,7 +84,7 @@ def follow(
     ranks: RankTable | None = None,
 ) -> str:
     """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
-    rank 0's log and how every rank fares, too."""
+    rank 0's log and the state of every rank, too."""
     metrics, events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
     log = Log(folder / "ranks" / "0.log")
     show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
@@ -92,7 +92,7 @@ def follow(
         while True:
             now = state()
             for words in log.new() if ranks else ():
-                show.say(words)
+                show.print(words)
             for event in events.new():
                 show.event(event)
             for line in metrics.new():
@@ -125,15 +125,15 @@ def event_words(event: dict[str, Any]) -> str | None:
         case "evaluation":
             return f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
         case "restarting":
-            return f"rank {event['rank']} was killed ({event['signal']}); starting again from the last checkpoint"
+            return f"rank {event['rank']} was killed ({event['signal']}); restarting from the last checkpoint"
         case "shrunk":
-            after = "; all ranks start again from the last checkpoint" if event["restart"] else ""
+            after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after
     return None
 
 
 def score_words(scores: dict[str, float]) -> str:
-    """The rates of whatever task it was, in the order of how much they say."""
+    """The scores of any task, the most important first."""
     forms = {
         "wer": "WER {:.2%}",
         "cer": "CER {:.2%}",
@@ -145,7 +145,7 @@ def score_words(scores: dict[str, float]) -> str:
 
 
 class _Progress(Progress):
-    """With the ranks below it, where asked to."""
+    """With the table of ranks below it, if any."""
 
     def __init__(self, ranks: RankTable | None, *columns: ProgressColumn, console: Console) -> None:
         self.ranks = ranks
@@ -184,9 +184,9 @@ class _Bar:
                 self.bar, total=event["steps"], completed=event["step"], visible=True
             )
         if words := event_words(event):
-            self.say(words)
+            self.print(words)
 
-    def say(self, words: str) -> None:
+    def print(self, words: str) -> None:
         self.progress.console.print(words, highlight=False, markup=False)
 
     def step(self, line: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class _Bar:
 
 
 class _Lines:
-    """Plain lines, now and then, for logs and pipes."""
+    """Plain lines at intervals, for logs and pipes."""
 
     def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
         self.console, self.ranks, self.total, self.next = console, ranks, 0, 0.0
@@ -209,22 +209,22 @@ class _Lines:
         if event["event"] == "started":
             self.total = event["steps"]
         if words := event_words(event):
-            self.say(words)
+            self.print(words)
 
     def step(self, line: dict[str, Any]) -> None:
         if time.monotonic() >= self.next or line["step"] == self.total:
             self.next = time.monotonic() + PLAIN_EVERY_S
             left = (self.total - line["step"]) * line["step_time_s"]
-            self.say(f"step {line['step']}/{self.total}  {step_words(line)}  {left:.0f} s left")
+            self.print(f"step {line['step']}/{self.total}  {step_words(line)}  {left:.0f} s left")
             for words in self.ranks.lines() if self.ranks else ():
-                self.say(f"  {words}")
+                self.print(f"  {words}")
 
-    def say(self, words: str) -> None:
+    def print(self, words: str) -> None:
         self.console.print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def results_table(results: dict[str, Any], folder: str) -> Table:
-    """The run in one glance."""
+    """The results of a run."""
     balance = results["balance"]
     rates = results["throughput"]
     table = Table(

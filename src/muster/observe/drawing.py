@@ -1,4 +1,4 @@
-"""What all pictures share: colours, type, files, and notes beside what is drawn."""
+"""Shared by all plots: colours, fonts, files, and annotations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SMALL = 9  # points
 
 
 def files_for(path: Path) -> list[Path]:
-    """What will be written, known before anything is drawn."""
+    """The files that will be written, before anything is drawn."""
     suffix = path.suffix.lower()
     if suffix in (".png", ".svg"):
         return [path]
@@ -52,7 +52,7 @@ def files_for(path: Path) -> list[Path]:
 
 @contextmanager
 def figure_for(width: float, title: str, height: float = 5.2) -> Iterator[Figure]:
-    """A figure of its own; pyplot and its state are never touched, and settings are put back."""
+    """A figure without pyplot and its state; rcParams are restored."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -87,7 +87,7 @@ def save(figure: Figure, files: list[Path]) -> None:
 
 
 def note(axes: Axes, text: str, at: tuple[float, float], points_up: float, **style: Any) -> None:
-    """Text above all lines; on a background of its own where it may meet one."""
+    """Text above all lines; with a background where it may overlap one."""
     style = {"size": SMALL, "xytext": (0, points_up), "zorder": 4, **style}
     if colour := style.pop("backgroundcolor", None):
         style["bbox"] = {"facecolor": colour, "edgecolor": "none", "pad": 0.8}

@@ -1,4 +1,4 @@
-"""The panel at the end of a run that failed: what went first, why, what to do, where to read on."""
+"""The panel at the end of a run that failed: what failed first, cause, cure, and the log to read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 def failure_panel(failure: dict[str, Any], folder: str) -> Panel:
-    """`failure` as run.json keeps it; `folder` as one would type it."""
+    """`failure` as run.json keeps it; `folder` relative to the working directory."""
     words = Text(str(failure["what"]))  # never markup: torch's errors are full of brackets
     for title, part in (("likely cause: ", failure["cause"]), ("what to do: ", failure["cure"])):
         if part:

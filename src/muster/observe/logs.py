@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def log_to_file(folder: Path, rank: int) -> None:
-    """Send this process's words to `ranks/<rank>.log`: logging, prints, and what native code says."""
+    """Redirect stdout and stderr to `ranks/<rank>.log`: logging, prints, and output of native code."""
     path = folder / "ranks" / f"{rank}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a", buffering=1)
@@ -20,8 +20,8 @@ def log_to_file(folder: Path, rank: int) -> None:
     set_up(f"Rank {rank}")
 
 
-def set_up(speaker: str, level: int = logging.INFO) -> None:
+def set_up(prefix: str, level: int = logging.INFO) -> None:
     logging.basicConfig(
-        format=f"[{speaker}] %(message)s", level=level, stream=sys.stderr, force=True
+        format=f"[{prefix}] %(message)s", level=level, stream=sys.stderr, force=True
     )
     logging.captureWarnings(True)

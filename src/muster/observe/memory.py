@@ -1,4 +1,4 @@
-"""Who holds the memory: what an error wanted, what is left, and the largest tensors alive."""
+"""Memory in use after an out-of-memory error: what was requested, what is free, the largest tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WANTED = re.compile(
 
 
 def out_of_memory(error: BaseException | None) -> bool:
-    """Of a device or the host, whoever raised it; also behind an error that explains it."""
+    """Of a device or the host, from any library; also as the cause of another error."""
     if error is None:
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -60,8 +60,8 @@ def _gib(size: float) -> str:
 
 
 def largest(parts: Sequence[nn.Module], device: torch.device, count: int = 5) -> list[str]:
-    """The largest tensors alive on `device`, in words, those alike together. On a GPU also those that
-    only autograd knows."""
+    """The largest tensors alive on `device`, equal ones grouped. On a GPU also those that only autograd
+    holds."""
     sizes: dict[int, int] = {}
     names: dict[int, str] = {}
     for thing in gc.get_objects():

@@ -1,4 +1,4 @@
-"""One rank's notebook: a line per step, events, and the balance of all ranks."""
+"""One rank's metrics: a line per step, events, and the load balance of all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from muster.observe.results import STOP_FILE
 
 
 class Ranks(Protocol):
-    """The others, as far as observing needs them."""
+    """The collective that observing needs."""
 
     def gather(self, value: Any) -> list[Any]: ...
 
@@ -39,7 +39,7 @@ class StepRecord:
     cells: int
     amounts: dict[str, float]  # of the whole global batch, e.g. {"audio_s": 61.5}
     skipped: bool
-    profiled: bool = False  # under a profiler, and slower for it: no measure of the run
+    profiled: bool = False  # under a profiler, and so slower: not counted
 
     def metrics(self) -> dict[str, Any]:
         """The line of metrics.jsonl. Other programs read it: names stay."""
@@ -75,12 +75,12 @@ class StepRecord:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN: null stands for a number that is none."""
+    """JSON has no NaN: null instead."""
     return value if math.isfinite(value) else None
 
 
 def memory_gib() -> float:
-    """The most this rank has held of its GPU; on a CPU, what it holds of the host now."""
+    """Peak GPU memory of this rank; on a CPU, its current resident memory."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / 2**30
     return float(psutil.Process().memory_info().rss) / 2**30
@@ -96,24 +96,24 @@ class Observer:
         self._fresh = True
         self._ranks = _append(folder / "ranks" / f"{rank}.jsonl", start)
         self._metrics: IO[str] | None = None
-        self._board: Any = None
+        self._tensorboard: Any = None
         if rank == 0:
             self._metrics = _append(folder / "metrics.jsonl", start)
             if tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+                self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def step(self, record: StepRecord, ranks: Ranks) -> None:
         line = record.metrics()
         if self._metrics:
             self._metrics.write(json.dumps(line) + "\n")
             self._metrics.flush()
-        if self._board:
+        if self._tensorboard:
             for name in ("loss", "grad_norm", "lr", "samples_per_s"):
                 if line[name] is None:
                     continue
-                self._board.add_scalar(f"train/{name}", line[name], record.step)
+                self._tensorboard.add_scalar(f"train/{name}", line[name], record.step)
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))
         times["memory_gib"] = line["memory_gib"]
@@ -135,13 +135,13 @@ class Observer:
 
     def evaluation(self, step: int, split: str, scores: dict[str, float]) -> None:
         self.event("evaluation", step=step, split=split, scores=scores)
-        if self._board:
+        if self._tensorboard:
             for name in ("wer", "cer", "perplexity", "bits_per_byte", "accuracy"):
                 if name in scores:
-                    self._board.add_scalar(f"{split}/{name}", scores[name], step)
+                    self._tensorboard.add_scalar(f"{split}/{name}", scores[name], step)
 
     def event(self, what: str, **details: Any) -> None:
-        """Something that happens now and then; rank 0 writes it to events.jsonl."""
+        """Rank 0 writes it to events.jsonl."""
         if self.rank == 0:
             with (self.folder / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
@@ -154,12 +154,12 @@ class Observer:
         self._ranks.close()
         if self._metrics:
             self._metrics.close()
-        if self._board:
-            self._board.close()
+        if self._tensorboard:
+            self._tensorboard.close()
 
 
 def _append(path: Path, start: int) -> IO[str]:
-    """Open for appending, without the lines of steps that will be done again."""
+    """Open for appending, without the lines of steps after `start`, which will be repeated."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         kept = [line for line in path.read_text().splitlines() if _is_before(line, start)]

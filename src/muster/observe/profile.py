@@ -3,8 +3,8 @@
     profile/rank-<r>.json.gz            a Chrome trace, for ui.perfetto.dev or chrome://tracing
     profile/summary.json, summary.txt   written by rank 0
 
-The phases of the heartbeat are ranges in the trace, and NVTX ranges for nsys. Whatever goes wrong in
-here is a warning: no run ends because it was looked at.
+The phases of the heartbeat are ranges in the trace, and NVTX ranges for nsys. An error in here
+is only a warning: profiling never ends a run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from muster.observe.results import write_json
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-SETTLE = 2  # steps before the profiler starts: caches, allocators and clocks find their level
+SETTLE = 2  # warm-up steps before the profiler starts
 NSYS = ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH")  # set in whatever nsys starts
 
 
 def window(asked: int, start: int, steps: int) -> tuple[int, int, int]:
     """Where the profiler starts, and the first step that is recorded and the one after the last.
-    Counted from 0. A short run gives up the steps to settle first, then the last recorded ones."""
+    Counted from 0. A short run drops the warm-up steps first, then the last recorded ones."""
     left = steps - start
     count = max(0, min(asked, max(left - 1, 1), left))
     warm = 1 if 0 < count < left else 0
@@ -72,7 +72,7 @@ class Profile:
         self._nsys = any(name in os.environ for name in NSYS)
 
     def covers(self, step: int) -> bool:
-        """Whether the profiler slows `step` down; the same on every rank, whatever became of it."""
+        """Whether the profiler slows `step` down; the same on every rank, even if profiling failed."""
         return self.first < self.stop and self.begins <= step < self.stop
 
     def begin(self, step: int, ranks: Ranks) -> None:
@@ -93,7 +93,7 @@ class Profile:
             self._guarded("start", self._start)
 
     def end(self, ranks: Ranks) -> None:
-        """After the last step, wherever that was."""
+        """After the last step, which may be earlier than planned."""
         if self._phases:
             self._phases.close()
         if self._open:
@@ -114,8 +114,8 @@ class Profile:
         heartbeat.listen(self._phases)
 
     def _finish(self, ranks: Ranks) -> None:
-        """Write what was recorded. All ranks come here after the same step, so that rank 0 can wait
-        for every summary, and nobody's next step begins late."""
+        """Write what was recorded. A collective: all ranks call it after the same step, and rank 0
+        gets every summary."""
         self._open = False
         if not self._nsys:
             heartbeat.listen(None)
@@ -140,7 +140,9 @@ class Profile:
                 shutil.copyfileobj(source, target)
             os.replace(packed, path)
         finally:
-            for left in self.folder.glob(f".rank-{self.rank}.json*"):  # the profiler's own too
+            for left in self.folder.glob(
+                f".rank-{self.rank}.json*"
+            ):  # also the profiler's own temporary files
                 left.unlink(missing_ok=True)
         return summary
 
@@ -150,8 +152,8 @@ class Profile:
             log.warning("profile: no rank recorded a step")
             return
         notes = list(self.notes)
-        if silent := [str(rank) for rank, summary in enumerate(found) if not summary]:
-            notes.append(f"no trace of rank(s) {', '.join(silent)}; ranks/{silent[0]}.log says why")
+        if missing := [str(rank) for rank, summary in enumerate(found) if not summary]:
+            notes.append(f"no trace of rank(s) {', '.join(missing)}; see ranks/{missing[0]}.log")
         if self.on_gpu and any(rank["device"] == "cpu" for rank in ranks):
             notes.append(
                 "no kernels in the trace, so operators on the host are shown: CUPTI was refused, by "
@@ -178,8 +180,8 @@ class Profile:
         try:
             return action()
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-            log.warning("profile: could not %s (%s); training goes on", what, words)
+            message = f"{type(error).__name__}: {error}"
+            log.warning("profile: could not %s (%s); training goes on", what, message)
             self._profiler = None
             return None
 
@@ -209,7 +211,7 @@ class _Phases:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """What the profiler wrote; it raises nothing where the disk has no room."""
+    """What the profiler wrote; it raises nothing where the disk is full."""
     try:
         return dict(json.loads(path.read_text(errors="replace")))
     except (FileNotFoundError, ValueError) as error:

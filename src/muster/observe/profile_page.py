@@ -75,7 +75,7 @@ def title(summary: dict[str, Any]) -> str:
 
 
 def headline(run: Path, name: str) -> str | None:
-    """Where to look, with the shares that say most; nothing where there is no profile."""
+    """The main shares and the summary file; None where there is no profile."""
     try:
         summary = json.loads((run / FOLDER / "summary.json").read_text())
     except (OSError, ValueError):

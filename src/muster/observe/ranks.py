@@ -1,4 +1,4 @@
-"""How every rank fares, for the eye: read from the files that the ranks write."""
+"""The table of all ranks in the terminal: read from the files that the ranks write."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ MOST = 16  # rows; of more ranks, those that compute longest
 
 
 @dataclass(frozen=True)
-class Row:
+class RankRow:
     """`times` in milliseconds: computing, waiting for others, waiting for data; of the last step
-    written down, which may lie behind `step`."""
+    written, which may be before `step`."""
 
     rank: int
     host: str
@@ -50,7 +50,7 @@ class RankTable:
         self._table, self._due = Table(), 0.0
 
     def table(self) -> Table:
-        """Looked up once a second, however often it is drawn."""
+        """Read at most once a second, however often it is drawn."""
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + EVERY_S
             rows = self.rows()
@@ -69,40 +69,42 @@ class RankTable:
             for cells in (row.cells() for row in shown(self.rows()))
         ]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RankRow]:
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
         return [self._row(int(n)) for n in sorted(filter(str.isdigit, numbers), key=int)]
 
-    def _row(self, rank: int) -> Row:
-        sign, last = self._sign(rank), read_last(self.folder / f"{rank}.jsonl")
+    def _row(self, rank: int) -> RankRow:
+        heartbeat, last = self._heartbeat(rank), read_last(self.folder / f"{rank}.jsonl")
         times = None
         if last:
             compute, wait, data = (
                 1e3 * last[name] for name in ("compute_s", "comm_wait_s", "data_wait_s")
             )
             times = (compute, wait, data)
-        step = sign.get("step") or last.get("step")
-        host = str(sign.get("host", ""))
-        return Row(rank, host, step, _phase(sign), times, last.get("memory_gib"))
+        step = heartbeat.get("step") or last.get("step")
+        host = str(heartbeat.get("host", ""))
+        return RankRow(rank, host, step, _phase(heartbeat), times, last.get("memory_gib"))
 
-    def _sign(self, rank: int) -> dict[str, Any]:
+    def _heartbeat(self, rank: int) -> dict[str, Any]:
         try:
             return dict(json.loads((self.folder / f"{rank}.heartbeat.json").read_text()))
         except (OSError, ValueError):
             return {}
 
 
-def shown(rows: list[Row]) -> list[Row]:
+def shown(rows: list[RankRow]) -> list[RankRow]:
     """In order of rank; the slowest where there are too many."""
     slowest = sorted(rows, key=lambda row: -(row.times or (0.0,))[0])[:MOST]
     return sorted(slowest, key=lambda row: row.rank)
 
 
-def _phase(sign: dict[str, Any]) -> str:
-    if not sign:
+def _phase(heartbeat: dict[str, Any]) -> str:
+    if not heartbeat:
         return ""
     now = time.time()
-    if now - sign["time"] > SILENT_S:
-        return f"silent for {now - sign['time']:.0f} s"
-    since = now - sign["since"]
-    return f"{sign['phase']} for {since:.0f} s" if since > SILENT_S else str(sign["phase"])
+    if now - heartbeat["time"] > SILENT_S:
+        return f"no heartbeat for {now - heartbeat['time']:.0f} s"
+    since = now - heartbeat["since"]
+    return (
+        f"{heartbeat['phase']} for {since:.0f} s" if since > SILENT_S else str(heartbeat["phase"])
+    )

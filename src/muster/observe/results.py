@@ -1,4 +1,4 @@
-"""training_results.json: the run in one page, with the same keys whatever the task or strategy."""
+"""training_results.json: the summary of a run, with the same keys for all tasks and strategies."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def read_last(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     for line in reversed(lines):
-        with suppress(ValueError):  # one that a full disk cut short
+        with suppress(ValueError):  # truncated by a full disk
             return dict(json.loads(line))
     return {}
 
 
 def write_json(path: Path, document: Any) -> None:
-    """Whole or not at all: readers may look at any moment."""
+    """Atomically: readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(document, indent=2) + "\n")
     os.replace(temporary, path)
@@ -58,7 +58,7 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def complete_steps(run: Path) -> list[int]:
-    """Steps whose checkpoints are whole, as far as their manifests tell."""
+    """Steps of complete checkpoints, by their manifests."""
     folders = step_folders(run / "checkpoints")
     return sorted(step_of(path) for path in folders if (path / "manifest.json").is_file())
 

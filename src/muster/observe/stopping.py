@@ -1,6 +1,6 @@
-"""A request to save and end, as schedulers make it: by a signal.
+"""A request to save and stop by a signal, as schedulers send it.
 
-The handler only sets a flag. The loop asks for it at the end of each step, where saving is safe.
+The handler only sets a flag. The loop checks it at the end of each step, where saving is safe.
 """
 
 from __future__ import annotations

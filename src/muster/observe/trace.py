@@ -1,9 +1,9 @@
-"""Where a few training steps went, read off PyTorch's profiler traces (Chrome's JSON format).
+"""Where the time of a few training steps went, from PyTorch's profiler traces (Chrome's JSON format).
 
 Computing is any kernel, copy or fill on a GPU; on a CPU rank, any operator outside the threads that
 run collectives. Communicating is NCCL's kernels and gloo's collectives. Communication is exposed
-where nothing is computed under it; where there is neither, the device is idle. So computing, exposed
-communication and idle time make up the whole. A trace counts in microseconds.
+where no computation overlaps with it; where there is neither, the device is idle. So computing,
+exposed communication and idle time add up to the whole. A trace counts in microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Work:
+class TraceEvent:
     """One kernel, operator or collective. `asked`: when the program asked for it."""
 
     name: str
@@ -49,8 +49,8 @@ class Timeline:
 
     steps: list[Span]
     phases: list[tuple[Span, str]]  # in order, one after the other
-    computing: list[Work]
-    communicating: list[Work]
+    computing: list[TraceEvent]
+    communicating: list[TraceEvent]
     on_gpu: bool
 
     @property
@@ -67,7 +67,7 @@ def read(trace: dict[str, Any]) -> Timeline:
     marks = [e for e in events if e.get("cat") == "user_annotation"]
     steps = sorted(_span(e) for e in marks if e["name"].startswith(STEP))
     if not steps:
-        raise ValueError("the trace holds no whole step")
+        raise ValueError("the trace has no complete step")
     phases = sorted(
         (_span(e), e["name"].removeprefix(PHASE)) for e in marks if e["name"].startswith(PHASE)
     )
@@ -107,14 +107,14 @@ def _is_operator(event: Event) -> bool:
     return event.get("cat") == "cpu_op" and (named or name.startswith(COMPILED))
 
 
-def _works(events: Iterable[Event], asked: dict[Any, float], window: Span) -> list[Work]:
+def _works(events: Iterable[Event], asked: dict[Any, float], window: Span) -> list[TraceEvent]:
     """In order, and only what lies in the window."""
     found = []
     for event in events:
         start, end = max(event["ts"], window[0]), min(event["ts"] + event["dur"], window[1])
         if start < end:
             moment = asked.get(_correlation(event), float(event["ts"]))
-            found.append(Work(event["name"], start, end, moment, event.get("tid")))
+            found.append(TraceEvent(event["name"], start, end, moment, event.get("tid")))
     return sorted(found, key=lambda work: (work.start, -work.end))
 
 
@@ -181,7 +181,7 @@ def _kernels(time: Timeline, whole: float) -> list[dict[str, Any]]:
     ]
 
 
-def _own_times(works: list[Work]) -> list[tuple[Work, float]]:
+def _own_times(works: list[TraceEvent]) -> list[tuple[TraceEvent, float]]:
     """Each with its time less that of what it called, in the same thread or stream."""
     own = [work.end - work.start for work in works]
     callers: dict[Any, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The one place that shows the order in which a model is made parallel."""
+"""Applies all parallelism to a model, in one order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from muster.parallel.blocks import (
     find_blocks,
     prepare_norms,
 )
+from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.graphs import Graphs
 from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
-from muster.parallel.mixtures import refuse_mixtures
 from muster.recipe.schema import Recipe
 
 
@@ -33,17 +33,17 @@ def apply(
     fill: Fill = materialise,
 ) -> Engine:
     """tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
-    model that was built without memory its weights."""
+    model that was built on the meta device its weights."""
     layout, options = mesh.layout, recipe.distributed
     if layout.zero:
         from muster.parallel import deepspeed
 
-        refuse_mixtures(recipe, layout)
+        refuse_conflicts(recipe, layout)
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
-    refuse_mixtures(recipe, layout)
-    sharded = layout.data_ranks > 1 and not layout.plain
+    refuse_conflicts(recipe, layout)
+    sharded = layout.data_ranks > 1 and not layout.only_replicas
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
     for part in parts:
         if weights is None:
@@ -71,7 +71,7 @@ def apply(
             split_loss=split_loss,
             sequence_parallel=options.tensor_options.sequence_parallel,
         )
-    if layout.plain and layout.world > 1:
+    if layout.only_replicas and layout.world > 1:
         module, clock = replicate(parts[0], mesh, options.ddp)
         return TorchEngine(module, parts, optimizer, layout, clock=clock)
     graphs = None
@@ -91,7 +91,7 @@ def apply(
 def _build(
     builder: Builder, mesh: Mesh, recipe: Recipe, on_meta: bool
 ) -> tuple[list[nn.Module], ParallelPlan]:
-    """The model, or this rank's stages of it, and how it may be split."""
+    """The model, or this rank's stages of it, and its parallel plan."""
     layout, options = mesh.layout, recipe.distributed.pipeline_options
     with torch.device("meta") if on_meta or layout.pipeline > 1 else nullcontext():
         model = builder.build_model()
@@ -103,5 +103,5 @@ def _build(
             return [model], plan
         pipeline.check_schedule(options)
         cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
-        mine = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
-        return [builder.build_part(start, stop) for start, stop in mine], plan
+        own = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
+        return [builder.build_part(start, stop) for start, stop in own], plan

@@ -1,4 +1,4 @@
-"""What is done to a model before it is sharded: its norms, checkpointing and compilation."""
+"""Applied to a model before it is sharded: norms, activation checkpointing, torch.compile."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from muster.recipe.schema import Recipe
 
 Checkpointing = Literal["none", "full", "selective"]
 
-# The products of matrices: dear to compute again, and few beside everything else.
-KEPT = {
+# Matrix products and attention: expensive to recompute.
+SAVED_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
@@ -33,7 +33,7 @@ KEPT = {
 
 
 def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:
-    """The modules of those classes; a name that matches none is an error, with what there is."""
+    """The modules of those classes; a name that matches none is an error that lists the classes there are."""
     found = [m for m in model.modules() if type(m).__name__ in names]
     missing = [name for name in names if name not in {type(m).__name__ for m in found}]
     if missing:
@@ -48,9 +48,9 @@ def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Mod
 
 
 def checkpoint_activations(blocks: Sequence[nn.Module], mode: Checkpointing) -> None:
-    """Forget what each block computed and compute it again when the backward pass needs it.
+    """Recompute each block's activations in the backward pass instead of saving them.
 
-    The forward method is replaced, not the module, so that names stay.
+    The forward method is replaced, not the module, so that parameter names do not change.
     """
     if mode == "none":
         return
@@ -72,24 +72,24 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]) -> None:
-    """One compilation serves every block: they run the same code on other weights."""
-    beside = [m for name, m in model.named_modules() if name in others]
-    for module in (*blocks, *beside):
+    """Blocks of one class share a compiled graph."""
+    other_modules = [m for name, m in model.named_modules() if name in others]
+    for module in (*blocks, *other_modules):
         module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
 
 
 def prepare_norms(model: nn.Module, recipe: Recipe) -> None:
-    """Batch statistics over all ranks, where they are wanted; taken once, not again in a recomputed
-    forward pass."""
+    """SyncBatchNorm where the recipe sets it; activation checkpointing is refused, since recomputation
+    would update the running statistics again."""
     norms = [module for module in model.modules() if isinstance(module, MaskedBatchNorm)]
     if norms and recipe.training.activation_checkpointing != "none":
         raise RecipeError(
-            "training.activation_checkpointing: a block computed twice would count its batch twice "
-            "in batch normalisation; set it to none"
+            "training.activation_checkpointing: recomputing a block would update the running "
+            "statistics of batch normalisation twice; set it to none"
         )
     for norm in norms:
         norm.sync = recipe.distributed.sync_batchnorm

@@ -1,4 +1,4 @@
-"""Distributed data parallel: every rank holds the model, gradients are summed."""
+"""DistributedDataParallel: every rank holds the model, gradients are summed."""
 
 import torch
 import torch.distributed as dist
@@ -6,17 +6,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.parallel.mesh import Mesh
-from muster.parallel.timing import Moment
+from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.distributed import DDP
 
 
 class GradientClock:
-    """When this rank had its last gradients ready: what follows until the backward pass returns is
-    time spent on the others."""
+    """When this rank's last bucket was ready: the rest of the backward pass is exposed communication."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self.device, self.dtype = device, dtype
-        self.ready: Moment | None = None
+        self.ready: DeviceTimestamp | None = None
 
 
 def sum_gradients(
@@ -28,7 +27,7 @@ def sum_gradients(
     The loss is already divided by the units of the whole global batch, so the gradients of the
     ranks add up to the gradient of that batch. DDP's own average would divide a second time.
     """
-    clock.ready = Moment(clock.device)
+    clock.ready = DeviceTimestamp(clock.device)
     whole: Tensor = bucket.buffer()
     if clock.dtype is None:
         work = dist.all_reduce(whole, async_op=True)

@@ -1,7 +1,7 @@
-"""ZeRO through DeepSpeed: the optimizer, the gradients or everything in shards over all ranks.
+"""ZeRO through DeepSpeed: optimizer state, gradients or everything partitioned over all ranks.
 
-DeepSpeed keeps weights, gradients and AdamW's averages in flat partitions of its own. What leaves
-this file (losses, the gradient norm, checkpoints) has the form that every other strategy gives it.
+DeepSpeed keeps weights, gradients and AdamW's moments in flat partitions of its own. Losses,
+the gradient norm and checkpoints have the same form as with every other strategy.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from muster.parallel.blocks import (
     prepare_norms,
 )
 from muster.parallel.deepspeed_config import config_for
-from muster.parallel.engine import Builder, MakeOptimizer, Work
+from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.parallel.state import MOMENTS, begin, set_step
-from muster.parallel.timing import Moment
+from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
+from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
 
 
@@ -46,7 +46,7 @@ def library() -> Any:
             f"distributed.strategy: zero needs DeepSpeed ({error}): pip install 'muster-train[deepspeed]'"
         ) from None
     # On CPUs DeepSpeed would first compile a shared-memory transport, which takes a compiler, a
-    # minute and a lock file that outlives a killed process; gloo is there already.
+    # minute and a lock file that remains after a killed process; gloo is available anyway.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -59,11 +59,11 @@ def apply(
     make_optimizer: MakeOptimizer,
 ) -> ZeroEngine:
     """activation checkpointing → compile → weights → ZeRO."""
-    os.environ["LOCAL_RANK"] = str(mesh.local_rank)  # DeepSpeed asks nowhere else
+    os.environ["LOCAL_RANK"] = str(mesh.local_rank)  # DeepSpeed reads only this
     config = config_for(recipe, mesh.layout.zero, mesh.world, precision)
     weights = builder.weights()
-    cut = mesh.layout.zero == 3 and weights is not None
-    with _partitioning(config, cut, weights is not None):
+    partitioned = mesh.layout.zero == 3 and weights is not None
+    with _partitioning(config, partitioned, weights is not None):
         model = builder.build_model()
     prepare_norms(model, recipe)
     plan: ParallelPlan = model.plan  # type: ignore[assignment]
@@ -71,7 +71,7 @@ def apply(
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
     if recipe.training.compile:
         compile_blocks(model, blocks, plan.compiled)
-    if cut:
+    if partitioned:
         assert weights is not None
         _fill_partitions(model, weights, mesh)
     elif weights is not None:
@@ -82,15 +82,17 @@ def apply(
     return ZeroEngine(model, mesh, config, make_optimizer)
 
 
-def _partitioning(config: dict[str, Any], cut: bool, on_meta: bool) -> AbstractContextManager[Any]:
-    """At stage 3 each layer is cut into its partitions as soon as it is built."""
-    if cut:
+def _partitioning(
+    config: dict[str, Any], partitioned: bool, on_meta: bool
+) -> AbstractContextManager[Any]:
+    """At stage 3 each layer is partitioned as soon as it is built."""
+    if partitioned:
         return library().zero.Init(config_dict_or_path=config)  # type: ignore[no-any-return]
     return torch.device("meta") if on_meta else nullcontext()
 
 
 def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
-    """One parameter at a time is whole, long enough to be filled by rank 0 and cut again."""
+    """Gathers one parameter at a time, filled by rank 0 and partitioned again."""
     for name, parameter in model.named_parameters():
         with library().zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if mesh.first:
@@ -100,7 +102,7 @@ def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
 
 
 class ZeroEngine:
-    """DeepSpeed's engine behind muster's interface."""
+    """Adapts DeepSpeed's engine to `Engine`."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, config: dict[str, Any], make_optimizer: MakeOptimizer
@@ -112,16 +114,16 @@ class ZeroEngine:
         )
         self._pending = False
 
-    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+    def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         """DeepSpeed averages over ranks; the loss is multiplied by their number to get the sum."""
         losses = []
         for i, batch in enumerate(batches):
             self.engine.set_gradient_accumulation_boundary(i == len(batches) - 1)
-            prepared = work.prepare(batch)
-            with work.autocast():
-                inputs = work.inputs(prepared)
-                loss = work.loss(self.engine(*inputs.args, **inputs.shared), prepared)
-            self.engine.backward(loss * (work.scale * self.mesh.world), scale_wrt_gas=False)
+            prepared = functions.prepare(batch)
+            with functions.autocast():
+                inputs = functions.inputs(prepared)
+                loss = functions.loss(self.engine(*inputs.args, **inputs.shared), prepared)
+            self.engine.backward(loss * (functions.scale * self.mesh.world), scale_wrt_gas=False)
             losses.append(loss.detach())
         self._pending = True
         return losses
@@ -144,8 +146,8 @@ class ZeroEngine:
         self._pending = False
 
     def zero_grad(self) -> None:
-        """A step already cleared its gradients. Those of a skipped one DeepSpeed drops when it is
-        told to step and finds them not finite, which is made sure of here."""
+        """A step already cleared its gradients. DeepSpeed drops those of a skipped step when it finds
+        them not finite, so they are set to NaN."""
         if self._pending:
             for gradients in self.optimizer.averaged_gradients.values():
                 for gradient in gradients or ():
@@ -153,21 +155,21 @@ class ZeroEngine:
             self.engine.step()
             self._pending = False
 
-    def ready(self) -> Moment | None:
+    def ready(self) -> DeviceTimestamp | None:
         return None
 
     def state(self) -> dict[str, Any]:
-        """Gathered one tensor at a time; each rank keeps its rows of each."""
-        self._begin()
+        """Gathered one tensor at a time; each rank keeps its shard of each."""
+        self._init_state()
         return {
-            "model": {n: self._rows(self._read(p, None)) for n, p in self._named()}
+            "model": {n: self._shard(self._read(p, None)) for n, p in self._named_parameters()}
             | {n: b for n, b in self.parts[0].state_dict().items() if n in self._buffers()},
             "optimizer": {
                 "step": self._step().detach().clone().cpu(),
                 **{
                     moment: {
-                        n: self._rows(self._read(p, moment))
-                        for n, p in self._named()
+                        n: self._shard(self._read(p, moment))
+                        for n, p in self._named_parameters()
                         if p.requires_grad
                     }
                     for moment in MOMENTS
@@ -176,28 +178,28 @@ class ZeroEngine:
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        for name, parameter in self._named():
+        for name, parameter in self._named_parameters():
             self._write(parameter, None, loaded["model"][name].full_tensor())
             for moment in MOMENTS if parameter.requires_grad else ():
                 self._write(parameter, moment, loaded["optimizer"][moment][name].full_tensor())
         set_step(self.optimizer.optimizer, loaded)
 
-    def _begin(self) -> None:
-        """AdamW's averages, which DeepSpeed makes at the first step, and its view of them."""
+    def _init_state(self) -> None:
+        """AdamW's moments, which DeepSpeed allocates at the first step, and its mapping to them."""
         inner, everything = self.optimizer.optimizer, self.mesh.layout.zero == 3
-        begin(
+        init_optimizer_state(
             inner,
             self.optimizer.fp32_partitioned_groups_flat
             if everything
             else self.optimizer.single_partition_of_fp32_groups,
         )
-        for _, parameter in self._named():
+        for _, parameter in self._named_parameters():
             mapping = getattr(parameter, "_hp_mapping", None)  # stages 1 and 2, on the owner
             if mapping is not None:
                 flat = self.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 mapping.set_optim_state_fragment(flat, inner.state[flat])
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.parts[0].named_parameters()
 
     def _buffers(self) -> set[str]:
@@ -209,7 +211,7 @@ class ZeroEngine:
     def _read(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-        if not parameter.requires_grad:  # DeepSpeed keeps no float32 copy of what rests
+        if not parameter.requires_grad:  # DeepSpeed keeps no float32 copy of frozen weights
             with library().zero.GatheredParameters([parameter]):
                 return parameter.detach().float().clone()
         if moment is None:
@@ -221,13 +223,13 @@ class ZeroEngine:
         from deepspeed import utils
 
         if self.mesh.layout.zero == 3:
-            piece = self._piece(parameter, value)
+            partition = self._partition(parameter, value)
             if moment is not None:
-                utils.safe_set_local_optimizer_state(parameter, piece, moment)
+                utils.safe_set_local_optimizer_state(parameter, partition, moment)
                 return
             if parameter.requires_grad:
-                utils.safe_set_local_fp32_param(parameter, piece)
-            parameter.ds_tensor.data.copy_(piece)  # type: ignore[attr-defined]
+                utils.safe_set_local_fp32_param(parameter, partition)
+            parameter.ds_tensor.data.copy_(partition)  # type: ignore[attr-defined]
         elif moment is not None:
             utils.safe_set_full_optimizer_state(parameter, value, moment)
         else:
@@ -235,14 +237,14 @@ class ZeroEngine:
                 utils.safe_set_full_fp32_param(parameter, value)
             parameter.data.copy_(value)
 
-    def _piece(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
-        """This rank's partition at stage 3: equal stretches of the flat tensor, the last one padded
+    def _partition(self, parameter: nn.Parameter, value: Tensor) -> Tensor:
+        """This rank's partition at stage 3: equal chunks of the flat tensor, the last one padded
         (DeepSpeed's own function for whole values does not pad)."""
         size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         flat = value.flatten()
         padded = torch.nn.functional.pad(flat, (0, size * self.mesh.world - flat.numel()))
         return padded[size * self.mesh.rank : size * (self.mesh.rank + 1)]
 
-    def _rows(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a tensor, as FSDP would hold them."""
+    def _shard(self, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor, as with FSDP."""
         return distribute_tensor(whole, self._axis, [Shard(0)], src_data_rank=None)

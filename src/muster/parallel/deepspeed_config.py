@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON: generated from the recipe, or a user's own file that agrees with it."""
+"""DeepSpeed's JSON: generated from the recipe, or the user's file, checked against it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEVER = 10**9
 
 
 def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[str, Any]:
-    """What DeepSpeed is started with. A user's file may add to it, not contradict it."""
+    """The configuration for deepspeed.initialize. A user's file may add to it, not contradict it."""
     generated = _generate(recipe, stage, world, precision)
     if recipe.distributed.deepspeed.config is None:
         return generated
@@ -34,7 +34,7 @@ def read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RecipeError(f"distributed.deepspeed.config: {path} is not JSON ({error})") from None
     if not isinstance(given, dict):
-        raise RecipeError(f"distributed.deepspeed.config: {path} holds no object of settings")
+        raise RecipeError(f"distributed.deepspeed.config: {path} holds no JSON object")
     return given
 
 
@@ -47,15 +47,15 @@ def _generate(recipe: Recipe, stage: int, world: int, precision: str) -> dict[st
             "or strategy ddp, fsdp or hsdp"
         )
     zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True}
-    for key, place in (
+    for key, device in (
         ("offload_optimizer", options.offload_optimizer),
         ("offload_param", options.offload_param),
     ):
-        if place != "none":
-            zero[key] = {"device": place} | (
-                {"nvme_path": options.nvme_path} if place == "nvme" else {}
+        if device != "none":
+            zero[key] = {"device": device} | (
+                {"nvme_path": options.nvme_path} if device == "nvme" else {}
             )
-    if stage == 3:  # small models too are really cut
+    if stage == 3:  # partition small parameters too
         zero["stage3_param_persistence_threshold"] = 0
     accumulation = training.gradient_accumulation_steps
     return {
@@ -96,7 +96,7 @@ def _check_offload(options: DeepSpeed, stage: int) -> None:
 
 
 def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str, Any]) -> None:
-    """Refuse a file that says something else than the recipe; "auto" agrees with everything."""
+    """Refuse a file that contradicts the recipe; "auto" contradicts nothing."""
     training = recipe.training
     expected: dict[str, tuple[Any, str]] = {
         "train_batch_size": (training.global_batch_size, "training.global_batch_size"),
@@ -152,8 +152,8 @@ def _flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _merge(given: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
-    """The user's keys beside muster's own. Optimizer and scheduler are muster's objects, and the
-    batch size is theirs to derive."""
+    """The user's keys beside muster's own. Optimizer and scheduler are muster's, and DeepSpeed
+    derives the batch size."""
     kept = {
         key: value
         for key, value in given.items()
@@ -164,7 +164,7 @@ def _merge(given: dict[str, Any], generated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overlay(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """`given` over `settings` at every depth, but for what is "auto"."""
+    """`given` merged over `settings` recursively, except "auto" values."""
     both = dict(settings)
     for key, value in given.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What the loop needs of a strategy: a global batch's gradients, their norm, a step, its state."""
+"""The interface of a strategy: gradients of a global batch, their norm, a step, its state."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from muster.parallel.ddp import GradientClock
 from muster.parallel.gradients import global_norm, local_gradients
 from muster.parallel.graphs import Graphs
 from muster.parallel.layout import Layout
-from muster.parallel.timing import Moment
+from muster.parallel.timestamps import DeviceTimestamp
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
 
 
 @dataclass(frozen=True)
-class Work:
+class StepFunctions:
     """What to compute for one micro-batch. `loss` is a sum; `scale` is what it is multiplied by."""
 
     prepare: Callable[[Batch], Batch]
@@ -40,7 +40,7 @@ class Work:
 
 
 class Builder(Protocol):
-    """Who can build the model: a task."""
+    """Builds the model: a task."""
 
     def build_model(self) -> nn.Module: ...
     def build_part(self, start: int, stop: int) -> nn.Module: ...
@@ -48,23 +48,23 @@ class Builder(Protocol):
 
 
 class Engine(Protocol):
-    """A model spread over ranks, and how to train it."""
+    """A distributed model and its optimizer."""
 
     parts: list[nn.Module]  # what this rank holds of the model, without wrappers
 
-    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
-        """Forward and backward of every micro-batch; gradients travel with the last. Returns the
-        losses, or nothing on a rank that does not see them."""
+    def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
+        """Forward and backward of every micro-batch; gradients are reduced with the last. Returns
+        the losses, or an empty list on a rank without the last stage."""
         ...
 
     def forward(self, inputs: Inputs) -> Any:
-        """The model's output, whole; None on a rank that does not see it."""
+        """The model's full output; None on a rank without the last stage."""
         ...
 
     def clip_(self, max_norm: float | None, scale: float = 1.0) -> float: ...
     def step(self, lr: float) -> None: ...
     def zero_grad(self) -> None: ...
-    def ready(self) -> Moment | None: ...
+    def ready(self) -> DeviceTimestamp | None: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
 
@@ -90,28 +90,30 @@ class TorchEngine:
         self._reduce_each = reduce_each
         self._clock, self._split_loss, self._graphs = clock, split_loss, graphs
 
-    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+    def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         losses = []
         for i, batch in enumerate(batches):
             with self._micro_step(last=i == len(batches) - 1), self._loss_context():
-                prepared = work.prepare(batch)
+                prepared = functions.prepare(batch)
                 if self._graphs:
-                    loss = self._graphs.run(partial(self._compute, work), prepared, work.scale)
+                    loss = self._graphs.run(
+                        partial(self._compute, functions), prepared, functions.scale
+                    )
                 else:
-                    loss = self._compute(work, prepared, work.scale)
-            losses.append(whole(loss))
+                    loss = self._compute(functions, prepared, functions.scale)
+            losses.append(full_tensor(loss))
         return losses
 
-    def _compute(self, work: Work, prepared: Batch, scale: float | Tensor) -> Tensor:
-        with work.autocast():
-            inputs = work.inputs(prepared)
-            loss = work.loss(self.module(*inputs.args, **inputs.shared), prepared)
+    def _compute(self, functions: StepFunctions, prepared: Batch, scale: float | Tensor) -> Tensor:
+        with functions.autocast():
+            inputs = functions.inputs(prepared)
+            loss = functions.loss(self.module(*inputs.args, **inputs.shared), prepared)
         (loss * scale).backward()
         return loss.detach()
 
     def _micro_step(self, last: bool) -> AbstractContextManager[Any]:
-        """Gradients stay at home until the last micro-step of an optimizer step, unless whole ones
-        take more memory than there is."""
+        """Gradients are reduced at the last micro-step of an optimizer step, or with `reduce_each` at
+        every one, which saves the memory of unsharded ones."""
         if isinstance(self.module, FSDPModule):
             self.module.set_requires_gradient_sync(last or self._reduce_each)
         elif isinstance(self.module, DistributedDataParallel) and not last:
@@ -122,10 +124,10 @@ class TorchEngine:
         return loss_parallel() if self._split_loss else nullcontext()
 
     def forward(self, inputs: Inputs) -> Any:
-        return whole(self.parts[0](*inputs.args, **inputs.shared))
+        return full_tensor(self.parts[0](*inputs.args, **inputs.shared))
 
     def clip_(self, max_norm: float | None, scale: float = 1.0) -> float:
-        """The norm of the whole gradient; clips in place. `scale` is what the loss was multiplied by."""
+        """The norm of the global gradient; clips in place. `scale` is what the loss was multiplied by."""
         parameters = (p for part in self.parts for p in part.parameters())
         groups = local_gradients(parameters, self.layout, self.tied)
         norm = global_norm(groups, self.layout) / scale
@@ -145,17 +147,17 @@ class TorchEngine:
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self._graphs is None)
 
-    def ready(self) -> Moment | None:
-        """When this rank's last gradients were computed, if others had to be waited for."""
+    def ready(self) -> DeviceTimestamp | None:
+        """When this rank's last gradients were computed, under DDP."""
         return self._clock.ready if self._clock else None
 
     def state(self) -> dict[str, Any]:
-        return state.live(self.parts, self.optimizer)
+        return state.named_state(self.parts, self.optimizer)
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         state.set_step(self.optimizer, loaded)
 
 
-def whole(output: Any) -> Any:
-    """A tensor in pieces, put together on every rank that holds one."""
+def full_tensor(output: Any) -> Any:
+    """`DTensor.full_tensor()`; other values unchanged."""
     return output.full_tensor() if isinstance(output, DTensor) else output

@@ -44,11 +44,15 @@ def shard(model: nn.Module, mesh: Mesh, plan: ParallelPlan, options: FSDP, preci
         if options.cpu_offload
         else OffloadPolicy()
     )
-    again = options.sharding == "full_shard"
+    reshard = options.sharding == "full_shard"
     blocks = find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap")
     for block in blocks:
         fully_shard(
-            block, mesh=axes, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
+            block,
+            mesh=axes,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
         )
     fully_shard(
         model, mesh=axes, reshard_after_forward=False, mp_policy=policy, offload_policy=offload

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, however it is spread."""
+"""The norm of the global gradient, for any layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def local_gradients(
     """This rank's gradients, grouped by how many ranks hold the same ones. `tied` ones are held by
     two stages of a pipeline."""
     parameters = list(parameters)
-    _sum_shares(parameters)
+    _reduce_partial(parameters)
     stage = layout.world // layout.pipeline
     groups: dict[int, list[Tensor]] = defaultdict(list)
     twice = {id(parameter) for parameter in tied}
@@ -29,40 +29,40 @@ def local_gradients(
         holders = stage * 2 if id(parameter) in twice else stage
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            gradient = settled(parameter)
-            pieces = math.prod(
+            gradient = redistributed_gradient(parameter)
+            shards = math.prod(
                 gradient.device_mesh.size(i)
                 for i, placement in enumerate(gradient.placements)
                 if not placement.is_replicate()
             )
-            groups[holders // pieces].append(gradient.to_local())
+            groups[holders // shards].append(gradient.to_local())
         elif gradient is not None:
             groups[holders].append(gradient)
     return groups
 
 
-def _sum_shares(parameters: Iterable[nn.Parameter]) -> None:
-    """Ranks that each saw a stretch of the sequence hold only their share of a norm's gradient.
-    These are many and short, so all of them travel in one message."""
+def _reduce_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """With sequence parallelism the gradient of a norm is Partial. These are many and small, so one
+    all-reduce sums all of them."""
     shared: dict[DeviceMesh, list[nn.Parameter]] = defaultdict(list)
     for p in parameters:
         if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
-            (placement, *others), (held, *_) = p.placements, p.grad.placements
-            if not others and placement.is_replicate() and held.is_partial("sum"):
+            (placement, *others), (current, *_) = p.placements, p.grad.placements
+            if not others and placement.is_replicate() and current.is_partial("sum"):
                 shared[p.device_mesh].append(p)
     for axis, members in shared.items():
-        shares = [p.grad.to_local() for p in members]  # type: ignore[union-attr]
-        summed = torch.cat([share.flatten() for share in shares])
+        partials = [p.grad.to_local() for p in members]  # type: ignore[union-attr]
+        summed = torch.cat([partial.flatten() for partial in partials])
         dist.all_reduce(summed, group=axis.get_group())
-        pieces = summed.split([share.numel() for share in shares])
-        for p, share, piece in zip(members, shares, pieces, strict=True):
+        parts = summed.split([partial.numel() for partial in partials])
+        for p, partial, part in zip(members, partials, parts, strict=True):
             p.grad = DTensor.from_local(  # type: ignore[assignment]
-                piece.view_as(share), axis, [Replicate()], run_check=False
+                part.view_as(partial), axis, [Replicate()], run_check=False
             )
 
 
-def settled(parameter: nn.Parameter) -> DTensor:
-    """A gradient spread as its parameter is. The backward pass may leave it otherwise."""
+def redistributed_gradient(parameter: nn.Parameter) -> DTensor:
+    """A gradient with the placements of its parameter, which the backward pass may not give it."""
     assert isinstance(parameter, DTensor)
     assert isinstance(parameter.grad, DTensor)
     if parameter.grad.placements != parameter.placements:
@@ -71,16 +71,16 @@ def settled(parameter: nn.Parameter) -> DTensor:
 
 
 def _square(gradients: list[Tensor]) -> float:
-    """A CPU adds float32 squares one after the other, which loses digits that a GPU's tree keeps."""
+    """In float64 on CPUs, whose sequential float32 sum is less exact than a GPU's tree reduction."""
     kind = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = torch.stack(torch._foreach_norm(gradients, dtype=kind))  # type: ignore[call-overload]
     return float(norms.double().square().sum())
 
 
 def global_norm(groups: dict[int, list[Tensor]], layout: Layout) -> float:
-    """Squares summed over all ranks, those that several hold counted once."""
+    """Squares summed over all ranks, replicated ones counted once."""
     total = sum(_square(grads) / copies for copies, grads in groups.items())
-    if not layout.plain:  # replicas hold the same sum already
+    if not layout.only_replicas:  # replicas hold the same sum already
         packed = torch.tensor([total], dtype=torch.float64)
         dist.all_reduce(packed)
         total = packed.item()

@@ -1,9 +1,8 @@
-"""CUDA graphs: the work of a micro-batch, recorded once per shape and then started as one.
+"""CUDA graphs: the kernels of a micro-batch, captured once per shape and then replayed.
 
-A small model keeps a GPU waiting for the program that feeds it: whisper-small is 2,500 kernels a
-step. A recording is replayed with one call. It reads its batch from tensors of its own, and adds to
-gradients that stay where they are; all else lies in one pool, since only one recording runs at a
-time.
+Launch overhead dominates small models: whisper-small is 2,500 kernels a step. A graph is replayed
+with one call. It reads its batch from static tensors and accumulates into static gradients; graphs
+share one memory pool, since only one runs at a time.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from torch import Tensor
 from muster.data.loader import Batch
 from muster.errors import MusterError
 
-MOST = 96  # recordings; each holds a batch and some megabytes of launches
+MAX_GRAPHS = 96  # each holds a batch and some megabytes of kernel launches
 
 log = logging.getLogger(__name__)
 
-Compute = Callable[[Batch, Tensor], Tensor]  # batch, scale → loss, gradients added to
+Compute = Callable[[Batch, Tensor], Tensor]  # batch, scale → loss; accumulates gradients
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     batch: Batch
     scale: Tensor
@@ -41,15 +40,15 @@ class Recording:
 
 
 class Graphs:
-    """A shape is computed as ever when it first comes, which also compiles what it needs, recorded
-    when it comes again, and replayed from then on."""
+    """A shape runs eagerly the first time, which is its warm-up, is captured the second time and replayed
+    from then on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # the default stream cannot be recorded
+        self.stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self.pool = torch.cuda.graph_pool_handle()
         self.seen: set[object] = set()
-        self.recordings: dict[object, Recording] = {}
+        self.captured: dict[object, CapturedGraph] = {}
 
     def run(self, compute: Compute, batch: Batch, scale: float) -> Tensor:
         """The loss of `compute`, whose batch may be of any shape."""
@@ -63,31 +62,31 @@ class Graphs:
         return loss
 
     def _run(self, compute: Compute, batch: Batch, scale: Tensor, shape: object) -> Tensor:
-        if shape not in self.recordings:
-            if shape not in self.seen or len(self.recordings) == MOST:
+        if shape not in self.captured:
+            if shape not in self.seen or len(self.captured) == MAX_GRAPHS:
                 self.seen.add(shape)
                 return compute(batch, scale)
-            self.recordings[shape] = self._record(compute, batch, scale)
-            if len(self.recordings) == MOST:
-                log.warning("%d batch shapes are recorded; others are computed as ever", MOST)
-        return self.recordings[shape].replay(batch, scale)
+            self.captured[shape] = self._capture(compute, batch, scale)
+            if len(self.captured) == MAX_GRAPHS:
+                log.warning("%d batch shapes are captured; others run eagerly", MAX_GRAPHS)
+        return self.captured[shape].replay(batch, scale)
 
-    def _record(self, compute: Compute, batch: Batch, scale: Tensor) -> Recording:
+    def _capture(self, compute: Compute, batch: Batch, scale: Tensor) -> CapturedGraph:
         tensors = {k: t.clone() for k, t in batch.tensors.items()}
-        batch = Batch(ids=[], tensors=tensors, units=0, filled=0, cells=0)  # no one batch's
+        batch = Batch(ids=[], tensors=tensors, units=0, filled=0, cells=0)  # static
         scale, graph = scale.clone(), torch.cuda.CUDAGraph()
         try:
-            # Threads that load data go on pinning memory meanwhile; only this one must not wait.
+            # Data loader threads may pin memory during the capture: only this thread is checked.
             with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
                 loss = compute(batch, scale)
         except torch.OutOfMemoryError as error:
             raise MusterError(
-                "training.cuda_graphs: no memory is left for a recording, which keeps its own beside "
-                "what other work takes; lower training.per_device_batch_size, or set it to false"
+                "training.cuda_graphs: out of memory during capture: graphs have a memory pool of "
+                "their own; lower training.per_device_batch_size, or set it to false"
             ) from error
         except RuntimeError as error:
             raise MusterError(
-                "training.cuda_graphs: this model's work cannot be recorded, since it waits for the "
-                f"GPU midway; set it to false ({str(error).splitlines()[0]})"
+                "training.cuda_graphs: this model cannot be captured, since it synchronizes with "
+                f"the GPU within a step; set it to false ({str(error).splitlines()[0]})"
             ) from error
-        return Recording(graph, batch, scale, loss)
+        return CapturedGraph(graph, batch, scale, loss)

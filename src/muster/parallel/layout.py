@@ -1,4 +1,4 @@
-"""The sizes of a parallel run: one frozen object owns them and checks them once."""
+"""The sizes of a parallel run, in one frozen object that checks them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ AXES = ("pipeline", "replicate", "shard", "tensor")  # outermost first
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ways the work is split along each axis; the product is the world size.
+    """The size of each mesh axis; the product is the world size.
 
     `replicate` ranks hold the whole model and different data; `shard` ranks share one copy of the
     model and still see different data; `tensor` and `pipeline` ranks share one copy and one batch.
-    Ranks are numbered with `pipeline` outermost and `tensor` innermost, so that the chattiest
-    neighbours sit closest together. `zero` hands the sharding over to DeepSpeed, at that stage.
+    Ranks are numbered with `pipeline` outermost and `tensor` innermost, so that ranks that
+    communicate most are closest. `zero` is DeepSpeed's ZeRO stage, 0 for none.
     """
 
     replicate: int = 1
@@ -56,7 +56,7 @@ class Layout:
         return self.replicate * self.shard
 
     def data_rank(self, rank: int) -> int:
-        """Which share of each global batch `rank` computes."""
+        """Which part of each global batch `rank` computes."""
         return rank // self.tensor % self.data_ranks
 
     def tensor_rank(self, rank: int) -> int:
@@ -67,11 +67,11 @@ class Layout:
 
     @property
     def collective_forward(self) -> bool:
-        """Whether a forward pass needs the other data ranks to make one too."""
+        """Whether a forward pass has collectives over the data ranks."""
         return self.zero == 3 or (self.zero == 0 and self.shard > 1)
 
     @property
-    def plain(self) -> bool:
+    def only_replicas(self) -> bool:
         """Only replicas: what DDP does."""
         return self.world == self.replicate
 
@@ -89,7 +89,7 @@ class Layout:
             )
 
     def check_model(self, plan: ParallelPlan, name: str, stages_per_rank: int = 1) -> None:
-        """Refuse what this model cannot be cut into, with the number to change."""
+        """Refuse sizes that this model cannot be split into, with the number to change."""
         if self.tensor > 1 and not plan.tensor:
             raise _unsupported(name, "tensor")
         if self.pipeline > 1 and not plan.layers:
@@ -125,7 +125,7 @@ def _shard_all(world: int, options: Distributed) -> Layout:
 
 
 def _hybrid_shard(world: int, options: Distributed) -> Layout:
-    """Copies of a sharded model. Left open, two copies; on odd worlds that is not possible."""
+    """Replicas of a sharded model; by default two, which an odd world size does not allow."""
     replicate, shard = options.replicate, options.shard
     if isinstance(replicate, int) and isinstance(shard, int):
         return Layout(replicate=replicate, shard=shard)
@@ -136,7 +136,7 @@ def _hybrid_shard(world: int, options: Distributed) -> Layout:
 
 
 def _split(axis: str) -> Callable[[int, Distributed], Layout]:
-    """All ranks along one axis; where the recipe gives its size, the rest are copies."""
+    """All ranks along one axis; where the recipe gives its size, the rest are replicas."""
 
     def layout(world: int, options: Distributed) -> Layout:
         size = getattr(options, axis)
@@ -147,7 +147,7 @@ def _split(axis: str) -> Callable[[int, Distributed], Layout]:
 
 
 def _product(world: int, options: Distributed) -> Layout:
-    """The four sizes; of those left open, `shard` takes what is over and the others are 1."""
+    """The four sizes; of those left open, `shard` takes the rest and the others are 1."""
     sizes = {axis: getattr(options, axis) for axis in AXES}
     if all(size == "auto" for size in sizes.values()):
         raise RecipeError(
@@ -193,8 +193,8 @@ NO_DEEPSPEED = {
 }
 
 
-def leftovers(strategy: str) -> dict[str, str]:
-    """Keys that another strategy may have set and this one refuses, and what makes them silent."""
+def unused_keys(strategy: str) -> dict[str, str]:
+    """Keys that this strategy refuses, with the value that unsets them."""
     if strategy == "hybrid":
         return {}
     sizes = {
@@ -213,7 +213,7 @@ def layout_for(options: Distributed, world: int, strategy: str | None = None) ->
         for axis in AXES:
             if getattr(options, axis) != "auto" and axis not in SIZES_OF.get(name, set()):
                 raise RecipeError(
-                    f"distributed.{axis} is set, but strategy {name} does not look at it; use "
+                    f"distributed.{axis} is set, but strategy {name} does not use it; use "
                     f"strategy=hybrid, or set distributed.{axis}=auto"
                 )
     zero = options.deepspeed
@@ -229,7 +229,7 @@ def layout_for(options: Distributed, world: int, strategy: str | None = None) ->
 
 
 def strategy_name(layout: Layout) -> str:
-    """What people call these sizes."""
+    """The strategy with these sizes."""
     if layout.zero:
         return f"zero{layout.zero}"
     used = [axis for axis, size in layout.sizes.items() if size > 1]

@@ -1,4 +1,4 @@
-"""Giving a model that was built without memory its weights, each rank its own part of each."""
+"""Gives a model on the meta device its weights, each rank its own shard."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from muster.models.weights import Region, Weights
+from muster.torch_internals import compute_local_shape_and_global_offset
 
 Fill = Callable[[nn.Module, Weights, torch.device, torch.device | None], None]
 
@@ -18,10 +18,10 @@ Fill = Callable[[nn.Module, Weights, torch.device, torch.device | None], None]
 def materialise(
     model: nn.Module, weights: Weights, device: torch.device, resting: torch.device | None = None
 ) -> None:
-    """Parameter by parameter: no rank ever holds the whole model, on the host or on its device.
+    """Parameter by parameter: no rank ever holds the whole model, in host or device memory.
 
-    Values come from `device` even where they are to rest elsewhere: where a weight is kept must not
-    change what it is.
+    Values are computed on `device` even if they are kept on `resting`, so that offloading does not
+    change them.
     """
     model.to_empty(device=resting or device)
     for name, parameter in model.named_parameters():
@@ -31,7 +31,7 @@ def materialise(
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Region]:
-    """What this rank holds of a parameter, and where in the whole it lies."""
+    """The local shard of a parameter, and its region in the full tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, tuple(slice(0, n) for n in parameter.shape)
     sizes, offsets = compute_local_shape_and_global_offset(

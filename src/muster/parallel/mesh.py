@@ -1,4 +1,4 @@
-"""Joining the other ranks, and the few things a rank says to all of them outside of gradients."""
+"""The process group of a run, and its small collectives outside of gradients."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.errors import LaunchError
 from muster.parallel.layout import AXES, Layout
+from muster.torch_internals import _set_pg_timeout
 
 Backend = Literal["auto", "nccl", "gloo"]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place among all of them. `background` is a second group, for the checkpoint
+    """One rank of the process group. `background` is a second group, for the checkpoint
     thread: two threads must never share one. `axes` has a group for each axis of the layout; DDP,
     ZeRO and a single process need none."""
 
@@ -30,7 +31,7 @@ class Mesh:
     device: torch.device
     background: Any
     axes: DeviceMesh | None = None
-    limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every wait
+    limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
 
     @property
     def world(self) -> int:
@@ -45,8 +46,8 @@ class Mesh:
         return self.layout.data_rank(self.rank)
 
     @property
-    def speaks(self) -> bool:
-        """One rank speaks for all that share its data: it holds the last layers, and so the loss."""
+    def is_reporter(self) -> bool:
+        """Whether this rank reports for those that share its data: it has the last layers, and so the loss."""
         last = self.layout.pipeline_rank(self.rank) == self.layout.pipeline - 1
         return last and self.layout.tensor_rank(self.rank) == 0
 
@@ -55,29 +56,29 @@ class Mesh:
         `everyone`, summed over all ranks."""
         if self.world == 1:
             return [*values, everyone]
-        packed = torch.tensor([v if self.speaks else 0.0 for v in values], dtype=torch.float64)
+        packed = torch.tensor([v if self.is_reporter else 0.0 for v in values], dtype=torch.float64)
         packed = torch.cat([packed, torch.tensor([everyone], dtype=torch.float64)])
         dist.all_reduce(packed)
         return packed.tolist()
 
     def gather(self, value: Any) -> list[Any]:
-        """What every rank says, on every rank."""
+        """all_gather_object: the value of every rank."""
         if self.world == 1:
             return [value]
-        said: list[Any] = [None] * self.world
-        dist.all_gather_object(said, value)
-        return said
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
 
-    def anyone(self, asked: bool) -> bool:
-        """Whether any rank asks, where a forward pass takes all of them; else whether this one does."""
-        return self.sum(everyone=asked)[0] > 0 if self.layout.collective_forward else asked
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank, if a forward pass takes all of them; else on this one."""
+        return self.sum(everyone=value)[0] > 0 if self.layout.collective_forward else value
 
     def barrier(self) -> None:
         if self.world > 1:
             self.sum()
 
-    def arranged(self, layout: Layout) -> Mesh:
-        """The same ranks in another layout. All of them call this together."""
+    def with_layout(self, layout: Layout) -> Mesh:
+        """The same ranks in another layout. A collective call."""
         layout.check_world(self.world)
         return replace(self, layout=layout, axes=_axes(layout, self.device, self.limit))
 
@@ -85,14 +86,13 @@ class Mesh:
 def bind_device(local_rank: int) -> torch.device:
     """This rank's device, made current before anything else touches CUDA.
 
-    A rank that computes first and binds later leaves a context on GPU 0: the classic way for one
-    GPU to fill up while the others idle.
+    A rank that uses CUDA before set_device creates a context on GPU 0, which takes memory there.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            f"local rank {local_rank} has no GPU of its own: {torch.cuda.device_count()} visible; "
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; "
             "start as many ranks as there are GPUs"
         )
     device = torch.device("cuda", local_rank)
@@ -101,14 +101,14 @@ def bind_device(local_rank: int) -> torch.device:
 
 
 def identity(device: torch.device) -> str | None:
-    """What tells a GPU from every other; a CPU has no such thing."""
+    """The UUID of a GPU; None for a CPU."""
     if device.type == "cpu":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def backend_for(asked: Backend, device: torch.device) -> str:
-    """Tensors on a GPU travel by NCCL; those on the CPU always by gloo."""
+    """NCCL for CUDA tensors; gloo for CPU tensors."""
     if device.type == "cpu" or asked == "gloo":
         return "gloo"
     return "cpu:gloo,cuda:nccl"
@@ -122,7 +122,7 @@ def join(
     timeout_s: float,
     store: Any = None,
 ) -> Mesh:
-    """Find the other ranks. A rank that does not come within `timeout_s` ends the wait."""
+    """init_process_group; fails if a rank does not join within `timeout_s`."""
     device = bind_device(local_rank)
     limit = datetime.timedelta(seconds=timeout_s)
     if store is None and layout.world == 1:
@@ -137,19 +137,19 @@ def join(
 
 @cache
 def _axes(layout: Layout, device: torch.device, limit: datetime.timedelta) -> DeviceMesh | None:
-    """Process groups along every axis. They are never given back, so each layout gets them once."""
-    if layout.plain or layout.zero:
+    """Process groups along every axis, cached by layout since they are never destroyed."""
+    if layout.only_replicas or layout.zero:
         return None
     sizes = tuple(layout.sizes[axis] for axis in AXES)
     axes = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    for axis in AXES:  # torch gives the groups of a mesh its own limit
-        dist.distributed_c10d._set_pg_timeout(limit, axes[axis].get_group())
+    for axis in AXES:  # init_device_mesh uses the default timeout
+        _set_pg_timeout(limit, axes[axis].get_group())
     return axes
 
 
 def leave() -> None:
-    """Say goodbye. The pause lets gloo's threads drop their last tensors, for which they need the
-    interpreter: a group destroyed a moment earlier waits for them while holding it, forever."""
+    """Destroy the process group. The pause lets gloo's threads free their last tensors, which takes the
+    GIL: destroy_process_group would wait for them while holding it, a deadlock."""
     if dist.is_initialized():
         time.sleep(0.05)
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some layers, and micro-batches flow through the ranks."""
+"""Pipeline parallelism: each rank holds some layers, and micro-batches pass through the ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from muster.data.loader import Batch, Inputs
 from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
-from muster.parallel.engine import TorchEngine, Work, whole
-from muster.parallel.gradients import settled
+from muster.parallel.engine import StepFunctions, TorchEngine, full_tensor
+from muster.parallel.gradients import redistributed_gradient
 from muster.parallel.mesh import Mesh
 from muster.recipe.distributed import PipelineOptions
 
@@ -36,7 +36,7 @@ MANY_STAGES = ("interleaved", "zero-bubble")
 
 
 def check_schedule(options: PipelineOptions) -> None:
-    """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's was seen to work."""
+    """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's works."""
     if options.schedule == "zero-bubble" and torch.__version__ < (2, 13):  # type: ignore[operator]
         raise RecipeError(
             f"distributed.pipeline_options.schedule: zero-bubble needs torch 2.13, this is "
@@ -58,7 +58,7 @@ def stages_per_rank(options: PipelineOptions) -> int:
 
 
 def microbatches(options: PipelineOptions, pipeline: int, samples: int) -> int:
-    """How many pieces flow at a time: more make the bubble smaller, but each has fewer samples."""
+    """Micro-batches per schedule step: more make the bubble smaller, but each has fewer samples."""
     asked = options.microbatches
     if not isinstance(asked, int):
         return pipeline * max(1, min(4, samples // pipeline))
@@ -75,7 +75,7 @@ def microbatches(options: PipelineOptions, pipeline: int, samples: int) -> int:
 
 
 def cut_evenly(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
-    """Neighbouring layers in `parts` groups, none empty, the dearest group as cheap as possible."""
+    """Contiguous layers in `parts` non-empty groups that minimize the cost of the most expensive."""
     best: dict[tuple[int, int], tuple[float, list[tuple[int, int]]]] = {(0, 0): (0.0, [])}
     for part in range(1, parts + 1):
         for stop in range(part, len(costs) - (parts - part) + 1):
@@ -91,7 +91,7 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
 
 
 def layer_costs(plan: ParallelPlan) -> list[float]:
-    """Of each layer, in multiplications per token; the head is done by whoever has the last."""
+    """Of each layer, in multiplications per token; the head belongs to the last."""
     costs = [float(plan.layer_cost)] * plan.layers
     costs[-1] += plan.head_cost
     return costs
@@ -114,19 +114,21 @@ class PipelineEngine(TorchEngine):
         super().__init__(parts[0], parts, optimizer, mesh.layout, split_loss=split_loss)
         assert mesh.axes is not None
         self.mesh, self.options, self.width = mesh, options, plan.width
-        self.pieces = mesh.layout.tensor if sequence_parallel else 1  # of the residual stream
+        self.sequence_shards = (
+            mesh.layout.tensor if sequence_parallel else 1
+        )  # of the residual stream
         self.group = mesh.axes["pipeline"].get_group()
         self.ranks = mesh.layout.pipeline
         self.rank = mesh.layout.pipeline_rank(mesh.rank)
         self.stages = self.ranks * len(parts)
         self._schedules: dict[tuple[int, ...], Any] = {}
         self._current: list[Batch] = []
-        self._work: Work | None = None
+        self._functions: StepFunctions | None = None
         self._tie(plan.tied)
 
     def _tie(self, tied: bool) -> None:
-        """First and last stage hold the same embedding: its gradient is the sum of theirs."""
-        self._ends: Any = None
+        """First and last stage hold the tied embedding: its gradient is the sum of both."""
+        self._tied_group: Any = None
         if not tied:
             return
         assert self.mesh.axes is not None
@@ -134,42 +136,44 @@ class PipelineEngine(TorchEngine):
         for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
             group = dist.new_group([first, last], timeout=self.mesh.limit)
             if self.mesh.rank in (first, last):
-                self._ends = group
+                self._tied_group = group
         holder = self.parts[0] if self.rank == 0 else self.parts[-1]
-        if self._ends is not None:
+        if self._tied_group is not None:
             self.tied = [p for n, p in holder.named_parameters() if n == "embed.tokens.weight"]
 
-    def accumulate(self, batches: Sequence[Batch], work: Work) -> list[Tensor]:
+    def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         rows = max(len(batch.ids) for batch in batches)
-        self._current = [work.prepare(batch.padded(rows)) for batch in batches]
-        self._work = work
-        calls = [work.inputs(batch) for batch in self._current]
-        args = [torch.cat(values) for values in zip(*(c.args for c in calls), strict=True)]
-        shared = {k: torch.cat([c.shared[k] for c in calls]) for k in calls[0].shared}
+        self._current = [functions.prepare(batch.padded(rows)) for batch in batches]
+        self._functions = functions
+        inputs = [functions.inputs(batch) for batch in self._current]
+        args = [torch.cat(values) for values in zip(*(c.args for c in inputs), strict=True)]
+        shared = {k: torch.cat([c.shared[k] for c in inputs]) for k in inputs[0].shared}
         losses: list[Tensor] = []
-        which = torch.arange(len(batches), device=self.mesh.device)
-        with work.autocast(), self._loss_context():
-            self._schedule(len(batches), tuple(calls[0].args[0].shape)).step(
+        index = torch.arange(len(batches), device=self.mesh.device)
+        with functions.autocast(), self._loss_context():
+            self._schedule(len(batches), tuple(inputs[0].args[0].shape)).step(
                 *(args if self.rank == 0 else ()),
-                target=which if self._holds_last else None,
-                losses=losses if self._holds_last else None,
+                target=index if self._is_last else None,
+                losses=losses if self._is_last else None,
                 return_outputs=False,
                 **shared,
             )
         if self.tied:
             (embedding,) = self.tied
             local = (
-                settled(embedding).to_local() if isinstance(embedding, DTensor) else embedding.grad
+                redistributed_gradient(embedding).to_local()
+                if isinstance(embedding, DTensor)
+                else embedding.grad
             )
-            dist.all_reduce(local, group=self._ends)
-        return [whole(loss.detach()) / work.scale for loss in losses]
+            dist.all_reduce(local, group=self._tied_group)
+        return [full_tensor(loss.detach()) / functions.scale for loss in losses]
 
     @property
-    def _holds_last(self) -> bool:
+    def _is_last(self) -> bool:
         return self.rank == self.ranks - 1
 
     def _schedule(self, count: int, shape: tuple[int, ...]) -> Any:
-        """Buffers between stages have one shape, so each shape has a schedule of its own."""
+        """One schedule per shape, since buffers between stages have a fixed shape."""
         if (count, *shape) not in self._schedules:
             stages = [
                 PipelineStage(
@@ -190,23 +194,25 @@ class PipelineEngine(TorchEngine):
             )
         return self._schedules[count, *shape]
 
-    def _loss(self, output: Any, which: Tensor) -> Tensor:
-        assert self._work is not None
-        return self._work.loss(output, self._current[int(which)]) * self._work.scale
+    def _loss(self, output: Any, index: Tensor) -> Tensor:
+        assert self._functions is not None
+        return self._functions.loss(output, self._current[int(index)]) * self._functions.scale
 
     def forward(self, inputs: Inputs) -> Any:
-        """One batch from stage to stage, for evaluation; the output stays with the last."""
+        """One batch through all stages, for evaluation; the last rank returns the output."""
         x: Any = inputs.args[0]
         rows, time = x.shape
         for stage in range(self.stages):
             owner, local = stage % self.ranks, stage // self.ranks
             if owner == self.rank:
                 if stage > 0:
-                    x = torch.empty(rows, time // self.pieces, self.width, device=self.mesh.device)
+                    x = torch.empty(
+                        rows, time // self.sequence_shards, self.width, device=self.mesh.device
+                    )
                     dist.recv(x, group=self.group, group_src=(stage - 1) % self.ranks)
                 x = self.parts[local](x, **inputs.shared)
                 if stage < self.stages - 1:
                     dist.send(
                         x.float().contiguous(), group=self.group, group_dst=(stage + 1) % self.ranks
                     )
-        return whole(x) if self._holds_last else None
+        return full_tensor(x) if self._is_last else None

@@ -2,8 +2,8 @@
 
     {"model": {name: tensor}, "optimizer": {"step": …, "exp_avg": {name: …}, "exp_avg_sq": {name: …}}}
 
-The tensors are the live ones, sharded as they lie, so saving reads them and loading fills them in
-place. Every layout uses these names, which is all that moving between layouts takes.
+The tensors are the live ones, sharded or not; loading fills them in place. All layouts use the same
+names, so a checkpoint loads under any of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def live(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
-    begin(optimizer)
+def named_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
+    init_optimizer_state(optimizer)
     named = {name: p for part in parts for name, p in part.named_parameters() if p.requires_grad}
     steps = [optimizer.state[p]["step"] for p in named.values()]
     return {
@@ -35,13 +35,13 @@ def live(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Any]:
 
 
 def set_step(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """The moments were filled in place; the count of steps is copied to each of its holders."""
-    for held in optimizer.state.values():
-        held["step"].copy_(loaded["optimizer"]["step"])
+    """The moments were filled in place; `step` is copied to the state of each parameter."""
+    for slots in optimizer.state.values():
+        slots["step"].copy_(loaded["optimizer"]["step"])
 
 
-def begin(optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
-    """The state that AdamW would make at its first step."""
+def init_optimizer_state(optimizer: Optimizer, parameters: Iterable[Tensor] | None = None) -> None:
+    """The state that AdamW creates at its first step."""
     fused = bool(optimizer.defaults["fused"])
     if parameters is None:
         parameters = (p for group in optimizer.param_groups for p in group["params"])

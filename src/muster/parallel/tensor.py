@@ -1,7 +1,7 @@
-"""Tensor parallelism: each rank holds a piece of every matrix and the ranks share one batch.
+"""Tensor parallelism: each rank holds a shard of every matrix and the ranks share one batch.
 
-A model's plan says in plain words how each layer is cut; here the words become torch's styles. With
-sequence parallelism the residual stream between the cut matrices is itself cut along the sequence.
+A model's plan names how each layer is sharded; here the names become torch's ParallelStyles. With
+sequence parallelism the residual stream is sharded along the sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from muster.recipe.distributed import TensorOptions
 
 
 def split(model: nn.Module, axis: DeviceMesh, plan: ParallelPlan, options: TensorOptions) -> None:
-    """In place, as the plan says. A line of the plan that touches nothing it should is an error."""
+    """In place, by the plan. A pattern of the plan that matches no layer is an error."""
     names = [name for name, _ in model.named_modules()]
     children = {name for name, _ in model.named_children()}
     styles: dict[str, ParallelStyle] = {}
@@ -58,18 +58,18 @@ def _style(
         case "heads":
             return ColwiseParallel()
         case "column":
-            # Pieces of unequal size must stay wrapped: torch would take them for equal ones.
+            # Shards of unequal size must stay DTensors: torch would assume equal ones.
             return ColwiseParallel(use_local_output=plan.hidden % size == 0)
         case "row":
             return RowwiseParallel(output_layouts=stream)
         case "head" | "tied-head":
-            return _Head(stream, logits, cut=how == "head")
+            return _Head(stream, logits, sharded=how == "head")
         case _:
             return None
 
 
 class _Gather(ParallelStyle):
-    """The module's first input, from the stream to whole, once for all layers inside."""
+    """All-gathers the module's first input, once for all layers inside."""
 
     def __init__(self, stream: Placement) -> None:
         self.stream = stream
@@ -82,13 +82,13 @@ class _Gather(ParallelStyle):
 
 
 class _Head(ParallelStyle):
-    """Logits of each rank's part of the vocabulary; left in pieces, or put together."""
+    """Logits of each rank's shard of the vocabulary; left sharded, or gathered."""
 
-    def __init__(self, stream: Placement, logits: Placement, cut: bool) -> None:
-        self.stream, self.logits, self.cut = stream, logits, cut
+    def __init__(self, stream: Placement, logits: Placement, sharded: bool) -> None:
+        self.stream, self.logits, self.sharded = stream, logits, sharded
 
     def _apply(self, module: nn.Module, axis: DeviceMesh) -> nn.Module:
-        if self.cut:
+        if self.sharded:
             module = ColwiseParallel(
                 input_layouts=self.stream, output_layouts=Shard(-1), use_local_output=False
             )._apply(module, axis)

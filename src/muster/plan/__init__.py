@@ -1,1 +1,1 @@
-"""Working out a run before it starts."""
+"""The planner: memory and step time of a run before it starts."""

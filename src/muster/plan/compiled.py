@@ -1,8 +1,8 @@
-"""What torch.compile makes of a block, found without compiling it.
+"""Memory and kernels of a block under torch.compile, estimated without compiling it.
 
-AOTAutograd's joint graph, cut by the same min-cut that Inductor uses, tells exactly what a compiled
-block keeps for its backward pass. Which kernels Inductor makes of each half is estimated: products
-of matrices and attention stay as they are, and neighbours between them become one kernel.
+AOTAutograd's joint graph, partitioned by the same min-cut that Inductor uses, gives exactly what a
+compiled block saves for its backward pass. The kernels of each graph are estimated: matrix products
+and attention are extern kernels, and pointwise operations between them are fused into one kernel.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from muster.plan.op_cost import OpCost, measure
 from muster.plan.trace import Recorder, rounded
-from muster.plan.work import Work, measure
+from muster.torch_internals import (
+    _reparametrize_module,
+    aot_function,
+    min_cut_rematerialization_partition,
+    tree_flatten,
+    tree_unflatten,
+)
 
-# Kernels of their own, beside products and attention: they do not read or write in order.
-APART = (
+# Extern kernels besides matrix products and attention: not fused, since access is not pointwise.
+EXTERN = (
     "embedding_dense_backward",
     "index_put",
     "sort",
@@ -37,21 +40,21 @@ APART = (
 
 @dataclass
 class Compiler:
-    """One compilation serves every block of the same shapes, in all traces that share this object."""
+    """Compiles once per block class and input shapes; traces that share this object share its cache."""
 
     recorder: Recorder | None = None
-    made: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    cache: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     def module(self, root: nn.Module, module: nn.Module) -> None:
         """In place, as `torch.compile(module.forward)` would."""
         forward = module.forward
-        mine = {id(p) for p in module.parameters()}
-        mine |= {id(p) for p in getattr(module, "borrows", tuple)()}
-        names = [name for name, p in root.named_parameters() if id(p) in mine]
+        own = {id(p) for p in module.parameters()}
+        own |= {id(p) for p in getattr(module, "borrows", tuple)()}
+        names = [name for name, p in root.named_parameters() if id(p) in own]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            held = dict(root.named_parameters())
-            weights = [held[name] for name in names]
+            parameters = dict(root.named_parameters())
+            weights = [parameters[name] for name in names]
 
             def pure(weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
                 with _reparametrize_module(root, dict(zip(names, weights, strict=True))):
@@ -66,21 +69,21 @@ class Compiler:
             return function(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def flat(*given: Tensor) -> Any:
             filled = list(leaves)
-            for place, tensor in zip(places, given, strict=True):
-                filled[place] = tensor
+            for position, tensor in zip(positions, given, strict=True):
+                filled[position] = tensor
             args, kwargs = tree_unflatten(filled, shape)
             return function(*args, **kwargs)
 
         kinds = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
-        whole = (key, kinds, torch.is_autocast_enabled("cpu"))
-        if whole not in self.made:
-            from torch._inductor.decomposition import select_decomp_table
+        cache_key = (key, kinds, torch.is_autocast_enabled("cpu"))
+        if cache_key not in self.cache:
+            from muster.torch_internals import select_decomp_table
 
-            self.made[whole] = aot_function(
+            self.cache[cache_key] = aot_function(
                 flat,
                 self._kernels,  # type: ignore[arg-type]
                 self._kernels,  # type: ignore[arg-type]
@@ -88,11 +91,11 @@ class Compiler:
                 select_decomp_table(),
             )
         assert self.recorder is not None
-        with self.recorder.as_one():
-            return self.made[whole](*tensors)
+        with self.recorder.compiled_region():
+            return self.cache[cache_key](*tensors)
 
     def _kernels(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        """AOTAutograd hands over each half once; what is returned runs it ever after."""
+        """The compiler function for AOTAutograd, called once with each of the forward and backward graphs."""
         summary = Summary.of(graph)
 
         def run(given: list[Any]) -> Any:
@@ -100,15 +103,15 @@ class Compiler:
             assert recorder is not None
             tensors = list(given)
             given.clear()
-            with recorder.as_one():
+            with recorder.compiled_region():
                 out = graph(*tensors)
-            recorder.passing(summary.most)
-            recorder.let_go(tensors[i] for i in summary.consumed)
+            recorder.track_temporary(summary.peak)
+            recorder.release(tensors[i] for i in summary.consumed)
             for tensor in out:
                 if isinstance(tensor, Tensor):
-                    recorder.hold(tensor)
-            recorder.trace.work.extend((work, recorder.now) for work in summary.work)
-            recorder.trace.calls[recorder.now] += len(summary.work)
+                    recorder.track(tensor)
+            recorder.trace.ops.extend((cost, recorder.current_point) for cost in summary.costs)
+            recorder.trace.calls[recorder.current_point] += len(summary.costs)
             return out
 
         run._boxed_call = True  # type: ignore[attr-defined]
@@ -117,11 +120,11 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Summary:
-    """The kernels of one half, and the memory it takes besides what it is handed."""
+    """Kernels of the forward or backward graph, and its memory besides the inputs."""
 
-    work: list[Work]
-    most: int  # bytes, at its highest point
-    consumed: list[int]  # inputs that are given up: what the forward half kept for this one
+    costs: list[OpCost]
+    peak: int  # bytes
+    consumed: list[int]  # inputs freed during the call: what the forward graph saved
 
     @classmethod
     def of(cls, graph: fx.GraphModule) -> Summary:
@@ -134,102 +137,104 @@ class Summary:
         ]
         (output,) = (node for node in graph.graph.nodes if node.op == "output")
         sources = {node: _source(node) for node in (*nodes, *inputs)}
-        groups = _groups(nodes, sources)
-        real = _real(nodes, sources, groups, output)
-        work = [_apart(node) for node in nodes if node not in groups and node is sources[node]]
-        work += _fused(groups, sources, real)
-        most = _highest(nodes, sources, real, [inputs[i] for i in kept], output)
-        return cls([w for w in work if w is not None], most, kept)
+        groups = _fusion_groups(nodes, sources)
+        realized = _realized(nodes, sources, groups, output)
+        costs = [
+            _extern_cost(node) for node in nodes if node not in groups and node is sources[node]
+        ]
+        costs += _fused_costs(groups, sources, realized)
+        peak = _peak_memory(nodes, sources, realized, [inputs[i] for i in kept], output)
+        return cls([cost for cost in costs if cost is not None], peak, kept)
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """The node whose memory this one looks at; a product's results are told apart."""
+    """The node whose storage this one aliases; results of a multi-output operation are distinct."""
     while node.op == "call_function":
         if node.target is not operator.getitem and not getattr(node.target, "is_view", False):
             if str(node.target) not in ("aten._unsafe_view.default", "aten.alias.default"):
                 return node
-        elif node.target is operator.getitem and not _source_of_parts(node):
+        elif node.target is operator.getitem and not _picks_from_view(node):
             return node
         node = node.all_input_nodes[0]
     return node
 
 
-def _source_of_parts(item: fx.Node) -> bool:
-    """Whether what `item` picks from is itself a view, as of `split`."""
+def _picks_from_view(item: fx.Node) -> bool:
+    """Whether `item` indexes the result of a view operation, such as `split`."""
     return bool(getattr(item.all_input_nodes[0].target, "is_view", False))
 
 
-def _apartness(node: fx.Node) -> bool:
+def _is_extern(node: fx.Node) -> bool:
     name = str(getattr(node.target, "_schema", node.target)).split("(")[0].removeprefix("aten::")
     products = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
     return name.split(".")[0] in products or name.startswith(
-        ("convolution", "_scaled_dot_product", "_fft", *APART)
+        ("convolution", "_scaled_dot_product", "_fft", *EXTERN)
     )
 
 
-def _groups(nodes: Iterable[fx.Node], sources: dict[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
-    """Which kernel each small operation goes into. Those on two sides of a product cannot share one:
-    a level is how many products lie before."""
+def _fusion_groups(nodes: Iterable[fx.Node], sources: dict[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+    """The fused kernel of each pointwise operation. A fused kernel does not span an extern kernel: the
+    level of a node is the number of extern kernels before it."""
     level: dict[fx.Node, int] = defaultdict(int)
     group: dict[fx.Node, Any] = {}
-    joined: dict[Any, Any] = {}
+    parents: dict[Any, Any] = {}
 
     def find(key: Any) -> Any:
-        while joined.get(key, key) != key:
-            key = joined[key]
+        while parents.get(key, key) != key:
+            key = parents[key]
         return key
 
     for node in nodes:
         before = [sources[n] for n in node.all_input_nodes if n in sources]
         picked = node.target is operator.getitem
-        apart = not picked and sources[node] is node and _apartness(node)
+        extern = not picked and sources[node] is node and _is_extern(node)
         base = max((level[n] for n in before), default=0)
-        level[node] = base + 1 if apart else base
-        if apart or sources[node] is not node or (picked and before[0] not in group):
+        level[node] = base + 1 if extern else base
+        if extern or sources[node] is not node or (picked and before[0] not in group):
             continue
         group[node] = node
-        joined[node] = node
+        parents[node] = node
         for n in before:
             if n in group and level[n] == level[node]:
-                joined[find(n)] = find(node)
+                parents[find(n)] = find(node)
     return {node: find(node) for node in group}
 
 
-def _real(
+def _realized(
     nodes: Iterable[fx.Node],
     sources: dict[fx.Node, fx.Node],
     groups: dict[fx.Node, Any],
     output: fx.Node,
 ) -> set[fx.Node]:
-    """What is written to memory: results of products, and what another kernel reads."""
-    real = {n for n in nodes if n is sources[n] and n not in groups}
+    """Buffers that Inductor realizes: results of extern kernels, and what another kernel reads."""
+    realized = {n for n in nodes if n is sources[n] and n not in groups}
     for node in (*nodes, output):
         for used in node.all_input_nodes:
             source = sources.get(used)
             reads = node is output or sources[node] is node
             if reads and source in groups and groups.get(node) != groups[source]:
-                real.add(source)
-    return real
+                realized.add(source)
+    return realized
 
 
-def _apart(node: fx.Node) -> Work | None:
+def _extern_cost(node: fx.Node) -> OpCost | None:
     value = node.meta.get("val")
     if node.target is operator.getitem or value is None:
         return None
     args = fx.node.map_arg(node.args, lambda n: n.meta["val"])
-    outputs = [t for t in (value if isinstance(value, list | tuple) else [value]) if _is(t)]
+    outputs = [t for t in (value if isinstance(value, list | tuple) else [value]) if _is_tensor(t)]
     return measure(node.target, (*args, *node.kwargs.values()), outputs)
 
 
-def _fused(
-    groups: dict[fx.Node, Any], sources: dict[fx.Node, fx.Node], real: set[fx.Node]
-) -> list[Work]:
+def _fused_costs(
+    groups: dict[fx.Node, Any], sources: dict[fx.Node, fx.Node], realized: set[fx.Node]
+) -> list[OpCost]:
     members: dict[Any, list[fx.Node]] = defaultdict(list)
     for node, group in groups.items():
         members[group].append(node)
-    work = []
+    costs = []
     for group, inside in members.items():
-        written = [n for n in inside if n in real and _size(n)]
+        written = [n for n in inside if n in realized and _size(n)]
         if not written:
             continue
         read = {
@@ -240,43 +245,43 @@ def _fused(
         }
         size = sum(_size(n) for n in read) + sum(_size(n) for n in written)
         kind = str(written[0].meta["val"].dtype).removeprefix("torch.")
-        work.append(Work("fused", "memory", 0.0, float(size), kind))
-    return work
+        costs.append(OpCost("fused", "memory", 0.0, float(size), kind))
+    return costs
 
 
-def _highest(
+def _peak_memory(
     nodes: Sequence[fx.Node],
     sources: dict[fx.Node, fx.Node],
-    real: set[fx.Node],
+    realized: set[fx.Node],
     consumed: Sequence[fx.Node],
     output: fx.Node,
 ) -> int:
-    """Walk through the graph: results appear, and go after their last reader."""
+    """Each result is allocated by its node and freed after its last use."""
     last: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
         for used in node.all_input_nodes:
             if used in sources:
                 last[sources[used]] = i
     kept = {sources[n] for n in output.all_input_nodes if n in sources}
-    going: dict[int, list[fx.Node]] = defaultdict(list)
+    freed: dict[int, list[fx.Node]] = defaultdict(list)
     for node, i in last.items():
-        if node not in kept and (node in real or node in consumed):
-            going[i].append(node)
-    total = most = 0
+        if node not in kept and (node in realized or node in consumed):
+            freed[i].append(node)
+    total = peak = 0
     for i, node in enumerate(nodes):
-        if node in real:
+        if node in realized:
             total += _size(node)
-            most = max(most, total)
-        total -= sum(_size(n) for n in going[i])
-    return max(0, most)
+            peak = max(peak, total)
+        total -= sum(_size(n) for n in freed[i])
+    return max(0, peak)
 
 
-def _is(value: Any) -> bool:
+def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
 def _size(node: fx.Node) -> int:
     value: Any = node.meta.get("val")
     if isinstance(value, list | tuple):
-        return 0  # its results are picked, and counted, one by one
-    return rounded(value.numel() * value.element_size()) if _is(value) else 0
+        return 0  # its results are counted at their getitem nodes
+    return rounded(value.numel() * value.element_size()) if _is_tensor(value) else 0

@@ -1,23 +1,23 @@
-"""How long a kernel takes: a roofline of multiplications and of bytes, with the shares of the peaks
-that kernels were seen to reach."""
+"""Kernel times by a roofline model: FLOPs and bytes over the fractions of peak that kernels were
+measured to reach."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from muster.hardware.catalogue import Accelerator
-from muster.plan.work import Work
+from muster.plan.op_cost import OpCost
 
-# Shares of an accelerator's peaks, fitted on an H200 (benchmarks/planner.py, calibration cases).
-MATRIX = 0.755  # of large products …
-HALF = 20.0  # … and half of that where the smallest side is so short
+# Fractions of an accelerator's peaks, fitted on an H200 (benchmarks/planner.py, calibration cases).
+MATRIX = 0.755  # large matrix products
+HALF = 20.0  # smallest dimension at which a product reaches half of that
 ATTENTION = {
     "forward": (0.20, 0.0020),
     "backward": (0.215, 0.00165),
-}  # at head size 0, and per unit
-ODD_HEAD = 0.44  # of that, where the head size is no multiple of 16
-STREAM = 0.71  # of the memory's bandwidth
-SLOWER = {  # kernels that read or write otherwise than in one go, as a share of that
+}  # at head size 0, and slope per unit
+ODD_HEAD = 0.44  # factor for head sizes that are not multiples of 16
+STREAM = 0.71  # of the memory bandwidth
+SLOWER = {  # further factor for kernels without streaming access
     "native_layer_norm": 0.58,
     "native_layer_norm_backward": 0.42,
     "_log_softmax": 0.62,
@@ -31,15 +31,15 @@ SLOWER = {  # kernels that read or write otherwise than in one go, as a share of
     "add": 0.8,
     "fused": 0.91,
 }
-BENCHED = {"matrix": 0.69, "bytes": 0.88}  # what `muster bench device` says of the same H200
-SHORTEST_S = 2.5e-6  # of any kernel
-LAUNCH_US = 8.0  # of the smallest operation, from Python, on a middling host
-HOST_SHARE = 0.74  # of that for an operation within a model, where its kernels queue
+BENCHED = {"matrix": 0.69, "bytes": 0.88}  # measured by `muster bench device` on the same H200
+SHORTEST_S = 2.5e-6  # minimum kernel time
+LAUNCH_US = 8.0  # launch overhead of one operation from Python on an average host
+HOST_SHARE = 0.74  # of that for an operation within a model, where launches are asynchronous
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What one device does in a second."""
+    """Throughput of one device, per second."""
 
     matrix: dict[str, float]  # flops by precision, large products
     bytes: float
@@ -47,8 +47,8 @@ class Speeds:
 
     @classmethod
     def of(cls, device: Accelerator) -> Speeds:
-        """From what was measured, else from the peak. A bench's long copies and large products reach
-        another share of it than training does."""
+        """From measured figures, else from the peaks. Benchmarks reach a larger fraction of peak than
+        training does, which is corrected for."""
         own = device.measured
         matrix = {
             kind: MATRIX * (own.get(f"{kind}_tflops", 0.0) / BENCHED["matrix"] or peak) * 1e12
@@ -57,21 +57,21 @@ class Speeds:
         stream = own.get("memory_gb_per_s", 0.0) / BENCHED["bytes"] or device.memory_gb_per_s
         return cls(matrix, STREAM * stream * 1e9, own.get("launch_us", LAUNCH_US) * 1e-6)
 
-    def seconds(self, work: Work) -> float:
-        moving = work.bytes / (self.bytes * SLOWER.get(work.name, 1.0))
-        return max(moving, self._computing(work), SHORTEST_S)
+    def seconds(self, cost: OpCost) -> float:
+        transfer = cost.bytes / (self.bytes * SLOWER.get(cost.name, 1.0))
+        return max(transfer, self._compute_seconds(cost), SHORTEST_S)
 
-    def _computing(self, work: Work) -> float:
-        if work.kind == "memory":
+    def _compute_seconds(self, cost: OpCost) -> float:
+        if cost.kind == "memory":
             return 0.0
-        rate = self.matrix.get(work.precision, self.matrix["fp32"])
-        if work.kind == "attention":
-            base, slope = ATTENTION["backward" if work.name.endswith("backward") else "forward"]
-            head = work.shape[-1]
+        rate = self.matrix.get(cost.precision, self.matrix["fp32"])
+        if cost.kind == "attention":
+            base, slope = ATTENTION["backward" if cost.name.endswith("backward") else "forward"]
+            head = cost.shape[-1]
             share = (base + slope * min(head, 128)) / MATRIX
-            return work.flops / (rate * share * (ODD_HEAD if head % 16 else 1.0))
-        side = min(work.shape[1:])
-        return work.flops / (rate * side / (side + HALF))
+            return cost.flops / (rate * share * (ODD_HEAD if head % 16 else 1.0))
+        side = min(cost.shape[1:])
+        return cost.flops / (rate * side / (side + HALF))
 
 
 def host_seconds(calls: float, speeds: Speeds) -> float:

@@ -1,4 +1,4 @@
-"""What one rank's memory is filled with, term by term."""
+"""Memory of one rank, term by term."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Literal
 
 from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import Layout
-from muster.plan.held import FLOAT, REST, Group, Stage
-from muster.plan.profile import Load
+from muster.plan.profile import ModelCost
+from muster.plan.shards import FLOAT, REST, Group, Stage
 
 GIB = 2**30
-CONTEXT = 0.78 * GIB  # CUDA's, with its libraries' kernels; seen on an H200
-NCCL = 0.25 * GIB  # per group of ranks that talk
+CONTEXT = 0.78 * GIB  # CUDA context with library kernels, measured on an H200
+NCCL = 0.25 * GIB  # buffers per process group
 WORKSPACE = 0.07 * GIB  # cuBLAS
-SLACK = 0.03  # of all that is allocated: gaps between tensors
-MARGIN = 0.04  # of the device, that a plan leaves free
-MOMENTS = 8  # bytes of AdamW's two averages
+SLACK = 0.03  # of allocated memory: allocator fragmentation
+MARGIN = 0.04  # of the device's memory, left free
+MOMENTS = 8  # bytes of AdamW's exp_avg and exp_avg_sq
 HALF = 2  # bytes of a weight in bfloat16 or float16
-# DeepSpeed's, unless its JSON says otherwise, in numbers:
-ZERO_BUCKET = 500_000_000  # gradients to sum at a time, set aside whether or not there are as many
-ZERO_LIVE = 500_000_000  # gathered weights of stage 3 that wait for the backward pass
+# DeepSpeed's defaults, in elements:
+ZERO_BUCKET = 500_000_000  # reduce_bucket_size, allocated in full
+ZERO_LIVE = 500_000_000  # gathered stage-3 weights kept for the backward pass
 ZERO_PREFETCH = 50_000_000
 
 Offload = Literal["none", "optimizer", "all"]
@@ -38,12 +38,12 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes of one rank. `parts` are on its device at the step's highest point, `host` beside it;
-    `held` are the tensors themselves, wherever they rest: exact."""
+class MemoryEstimate:
+    """Bytes of one rank. `parts` are on its device at the step's peak, `host` is offloaded to CPU memory;
+    `static` are weights, gradients and optimizer state on either, exact."""
 
     parts: dict[str, float]
-    held: dict[str, int]
+    static: dict[str, int]
     host: float = 0.0
 
     @property
@@ -52,7 +52,7 @@ class Need:
 
     @property
     def allocated(self) -> float:
-        """What torch.cuda.max_memory_allocated will say."""
+        """Predicts torch.cuda.max_memory_allocated."""
         return self.total - self.parts["slack"] - self.parts["context"]
 
     @property
@@ -62,99 +62,101 @@ class Need:
 
 @dataclass(frozen=True)
 class Choice:
-    """Everything that decides what a rank holds, and how fast it is."""
+    """The settings that determine memory and step time of a rank."""
 
     layout: Layout
     precision: str
     rows: int  # samples per forward pass
     accumulation: int = 1
-    pieces: int = 1  # micro-batches that flow through a pipeline at a time
+    microbatches: int = 1  # per pipeline schedule step
     checkpointing: str = "none"
     offload: Offload = "none"
     compiled: bool = False
-    reduce_each: bool = False  # FSDP sums the gradients of every micro-batch at once
+    reduce_each: bool = False  # FSDP reduce-scatters after every micro-batch
     schedule: str = "1f1b"
-    keep_gathered: bool = False  # FSDP's shard_grad_op: blocks stay whole until the backward pass
+    keep_gathered: bool = False  # FSDP's shard_grad_op: no reshard after the forward pass
 
     @property
     def low(self) -> int:
-        """Bytes of a weight as the forward pass has it."""
+        """Bytes per weight in the forward pass."""
         return HALF if self.precision in DTYPES else FLOAT
 
     @property
     def sharded(self) -> bool:
         """By FSDP."""
         layout = self.layout
-        return not layout.zero and not layout.plain and layout.data_ranks > 1
+        return not layout.zero and not layout.only_replicas and layout.data_ranks > 1
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that talk, besides everyone."""
+        """Process groups, with the default one where there are several ranks."""
         layout = self.layout
         return sum(size > 1 for size in layout.sizes.values()) + (layout.world > 1)
 
 
-def need(choice: Choice, stage: Stage, load: Load, rank: int = 0, cast: bool = True) -> Need:
-    """Of `rank`, one of those that hold `stage`. `cast`: FSDP may round this model's weights."""
-    held = held_bytes(choice, stage, rank)
-    moments = _moments(choice, stage, load, held, cast)
-    top = max(moments, key=lambda moment: moment.total)
-    parts = dict.fromkeys(PARTS, 0.0) | held | vars(top)
-    host = _moved_to_host(choice, parts, held)
+def estimate_memory(
+    choice: Choice, stage: Stage, workload: ModelCost, rank: int = 0, cast: bool = True
+) -> MemoryEstimate:
+    """Of `rank`, one of those that hold `stage`. `cast`: FSDP may cast this model's weights to `precision`."""
+    static = static_memory(choice, stage, rank)
+    points = _memory_points(choice, stage, workload, static, cast)
+    peak = max(points, key=lambda point: point.total)
+    parts = dict.fromkeys(PARTS, 0.0) | static | vars(peak)
+    host = _moved_to_host(choice, parts, static)
     parts["buffers"] += stage.buffers + WORKSPACE
     parts["slack"] = SLACK * sum(parts.values())
     parts["context"] = CONTEXT + NCCL * choice.groups
-    return Need(parts, held, host)
+    return MemoryEstimate(parts, static, host)
 
 
-def held_bytes(choice: Choice, stage: Stage, rank: int = 0) -> dict[str, int]:
-    """What `rank` holds when the optimizer steps, without AdamW's counts of steps."""
+def static_memory(choice: Choice, stage: Stage, rank: int = 0) -> dict[str, int]:
+    """Bytes that `rank` holds at the optimizer step, without AdamW's `step` tensors."""
     layout = choice.layout
     if layout.zero:
-        return _held_by_zero(choice, stage, rank)
+        return _zero_static_memory(choice, stage, rank)
     shards = layout.shard if choice.sharded else 1
     shard = layout.data_rank(rank) % shards
-    return {  # FSDP pads shards to equal size where they travel, and not AdamW's averages
+    return {  # FSDP pads weight and gradient shards to equal size, not AdamW's moments
         "weights": FLOAT * stage.shards(shards),
         "gradients": FLOAT * stage.shards(shards, trained=True),
         "optimizer": MOMENTS * stage.shards(shards, shard, trained=True),
     }
 
 
-def _held_by_zero(choice: Choice, stage: Stage, rank: int) -> dict[str, int]:
-    """DeepSpeed's flat partitions: weights in the lower precision, and a float32 copy of one's own."""
+def _zero_static_memory(choice: Choice, stage: Stage, rank: int) -> dict[str, int]:
+    """DeepSpeed's flat partitions: weights in the lower precision, and float32 master weights."""
     ranks, low = choice.layout.shard, choice.low
-    trained = [piece for piece in stage.pieces if piece.trained]
-    if choice.layout.zero == 3:  # each parameter is cut
-        weights = sum(-(-piece.numel // ranks) for piece in stage.pieces)
-        own = touched = sum(-(-piece.numel // ranks) for piece in trained)
+    trained = [p for p in stage.parameters if p.trained]
+    if choice.layout.zero == 3:  # each parameter is partitioned
+        weights = sum(-(-p.numel // ranks) for p in stage.parameters)
+        own = overlapping = sum(-(-p.numel // ranks) for p in trained)
     else:
-        weights, own, touched = stage.numel - stage.trained, 0, 0
-        for matrices in (True, False):  # what decays, and what does not: cut as one, each
+        weights, own, overlapping = stage.numel - stage.trained, 0, 0
+        for matrices in (True, False):  # parameter groups with and without weight decay
             sizes = [p.numel for p in trained if (len(p.shape) > 1) == matrices]
             part = -(-sum(sizes) // (2 * ranks)) * 2
             weights, own = weights + part * ranks, own + part
-            touched += _touched(sizes, part * rank, part)
+            overlapping += _overlapping(sizes, part * rank, part)
     return {
         "weights": low * weights,
         "master weights": FLOAT * own,
-        "gradients": low * touched,
+        "gradients": low * overlapping,
         "optimizer": MOMENTS * own,
     }
 
 
-def _touched(sizes: list[int], start: int, length: int) -> int:
-    """Stages 1 and 2 keep the gradient of a parameter that the border of a partition cuts, whole."""
-    found = place = 0
+def _overlapping(sizes: list[int], start: int, length: int) -> int:
+    """Elements of the parameters that overlap a partition: stages 1 and 2 keep their gradients whole."""
+    found = offset = 0
     for size in sizes:
-        if place < start + length and place + size > start:
+        if offset < start + length and offset + size > start:
             found += size
-        place += size
-    return found + max(0, start + length - max(place, start))  # and zeros after the last
+        offset += size
+    return found + max(0, start + length - max(offset, start))  # and padding after the last
 
 
 @dataclass(frozen=True)
-class _Moment:
+class _MemoryPoint:
     gradients: float
     activations: float = 0.0
     buffers: float = 0.0
@@ -164,80 +166,87 @@ class _Moment:
         return self.gradients + self.activations + self.buffers
 
 
-def _moments(
-    choice: Choice, stage: Stage, load: Load, held: dict[str, int], cast: bool
-) -> Iterator[_Moment]:
-    """When memory may be at its highest. The last: all gradients are there, nothing else is left."""
-    layout, gradients = choice.layout, held["gradients"]
+def _memory_points(
+    choice: Choice, stage: Stage, workload: ModelCost, static: dict[str, int], cast: bool
+) -> Iterator[_MemoryPoint]:
+    """Points of the step where memory may peak. At the last one only the gradients are left."""
+    layout, gradients = choice.layout, static["gradients"]
     if layout.zero:
-        yield from _zero_moments(choice, stage, load, held)
+        yield from _zero_points(choice, stage, workload, static)
     elif choice.sharded and layout.pipeline > 1:
-        yield from _sharded_pipeline(choice, stage, load, choice.low if cast else FLOAT)
+        yield from _sharded_pipeline(choice, stage, workload, choice.low if cast else FLOAT)
     elif choice.sharded:
-        yield from _fsdp_moments(choice, stage, load, choice.low if cast else FLOAT)
+        yield from _fsdp_points(choice, stage, workload, choice.low if cast else FLOAT)
     elif layout.pipeline > 1:
-        yield _Moment(gradients, sum(_in_flight(choice, stage, load)))
+        yield _MemoryPoint(gradients, sum(_in_flight(choice, stage, workload)))
     elif layout.data_ranks > 1 or choice.accumulation > 1:  # DDP's buckets are the gradients
-        yield _Moment(gradients, _highest(load))
-    else:  # gradients appear as activations go
-        for h in load.heights.values():
-            yield _Moment(h.together - h.activations, h.activations)
-    yield _Moment(gradients)
+        yield _MemoryPoint(gradients, _peak_activations(workload))
+    else:  # gradients replace activations
+        for h in workload.peaks.values():
+            yield _MemoryPoint(h.with_gradients - h.activations, h.activations)
+    yield _MemoryPoint(gradients)
 
 
-def _highest(load: Load) -> float:
-    return max(h.activations for h in load.heights.values())
+def _peak_activations(workload: ModelCost) -> float:
+    return max(h.activations for h in workload.peaks.values())
 
 
-def _in_flight(choice: Choice, stage: Stage, load: Load) -> tuple[float, float]:
-    """Activations of the micro-batch at work, and of those that wait for their way back."""
+def _in_flight(choice: Choice, stage: Stage, workload: ModelCost) -> tuple[float, float]:
+    """Activations of the running micro-batch, and of those waiting for their backward pass."""
     layout = choice.layout
-    place = 0 if stage.first else layout.pipeline - 1 if stage.last else 1
-    ahead = choice.pieces if choice.schedule == "gpipe" else layout.pipeline - place
-    inside = {m: h for m, h in load.heights.items() if stage.last or m.place.startswith("in ")}
+    stage_index = 0 if stage.first else layout.pipeline - 1 if stage.last else 1
+    ahead = choice.microbatches if choice.schedule == "gpipe" else layout.pipeline - stage_index
+    inside = {m: h for m, h in workload.peaks.items() if stage.last or m.position.startswith("in ")}
     working = max((h.activations for h in inside.values()), default=0)
-    kept = load.kept
+    kept = workload.kept
     if not stage.last:  # without what comes after the blocks
         stacks = {m.region for m in inside}
-        kept = min(kept, sum(stage.layers * _rise(load, s, stage.layers) for s in stacks))
-    return working, (min(ahead, choice.pieces) - 1) * kept
+        kept = min(
+            kept, sum(stage.layers * _kept_per_block(workload, s, stage.layers) for s in stacks)
+        )
+    return working, (min(ahead, choice.microbatches) - 1) * kept
 
 
-def _rise(load: Load, stack: str, blocks: int) -> float:
-    """Bytes that one block of a stack keeps for its backward pass."""
-    heights = {
-        m.place: h for m, h in load.heights.items() if (m.phase, m.region) == ("forward", stack)
+def _kept_per_block(workload: ModelCost, stack: str, blocks: int) -> float:
+    """Bytes that one block of a stack saves for its backward pass."""
+    peaks = {
+        m.position: h
+        for m, h in workload.peaks.items()
+        if (m.phase, m.region) == ("forward", stack)
     }
-    if not {"in first", "in last"} <= set(heights):
+    if not {"in first", "in last"} <= set(peaks):
         return 0.0
-    last, first = heights["in last"].activations, heights["in first"].activations
+    last, first = peaks["in last"].activations, peaks["in first"].activations
     return (last - first) / max(1, blocks - 1)
 
 
-def _fsdp_moments(choice: Choice, stage: Stage, load: Load, low: int) -> Iterator[_Moment]:
-    """One block computes while the next arrives and the gradients of the one before leave."""
+def _fsdp_points(
+    choice: Choice, stage: Stage, workload: ModelCost, low: int
+) -> Iterator[_MemoryPoint]:
+    """One block computes while the next is all-gathered and the previous one's gradients are
+    reduce-scattered."""
     shards, many = choice.layout.shard, choice.accumulation > 1
     size = {group: shards * n for group, n in stage.groups(shards).items()}
     trained = {group: shards * n for group, n in stage.groups(shards, trained=True).items()}
     rest, blocks = size.pop(REST, 0), list(size)
-    message = low if shards > 1 else 0  # it is copied out when all of it is there
+    message = low if shards > 1 else 0  # all-gather output, copied out when complete
     whole = FLOAT if many and not choice.reduce_each else 0  # bytes of what is not summed yet
-    fresh = 0 if whole and low == FLOAT else low  # of a micro-batch's own: added in place if it can
+    fresh = 0 if whole and low == FLOAT else low  # a micro-batch's own, unless accumulated in place
     summed = 0.0 if whole or not many else FLOAT * sum(trained.values()) / shards
     waiting = whole * sum(trained.values())
     largest = max(size.values(), default=0)
     gathered = sum(size.values()) if choice.keep_gathered else largest
     early, leaving = fresh * stage.early, 0
-    learning = [p.numel for p in stage.pieces if p.trained and p.group != REST]
+    learning = [p.numel for p in stage.parameters if p.trained and p.group != REST]
     newest = max(learning, default=0)  # a gradient that was just computed counts as an activation
     outside = low * (rest + (gathered if choice.keep_gathered else 0))
-    for moment, height in load.heights.items():
-        if not moment.place.startswith("in "):
+    for point, peak in workload.peaks.items():
+        if not point.position.startswith("in "):
             # Of the early gradients the head's, while it is computed, counts as an activation.
-            yield _Moment(summed + waiting, height.activations, outside)
-        elif moment.phase != "backward":  # FSDP lets go of a message when it has the next
+            yield _MemoryPoint(summed + waiting, peak.activations, outside)
+        elif point.phase != "backward":  # FSDP frees an all-gather output after the next one
             forwards = low * (rest + gathered) + 2 * message * largest
-            yield _Moment(summed + waiting, height.activations, forwards)
+            yield _MemoryPoint(summed + waiting, peak.activations, forwards)
     for i, group in reversed(list(enumerate(blocks))):
         new = trained.get(group, 0)
         buffers = low * rest + leaving
@@ -245,56 +254,58 @@ def _fsdp_moments(choice: Choice, stage: Stage, load: Load, low: int) -> Iterato
             buffers += low * gathered
         else:
             buffers += low * size[group] + message * (size[blocks[i - 1]] if i else 0)
-        active = _height_in(load, group, blocks)
+        active = _backward_activations(workload, group, blocks)
         just = fresh * max(0, new - newest)
-        yield _Moment(summed + waiting + early + just, active, buffers)
+        yield _MemoryPoint(summed + waiting + early + just, active, buffers)
         gathered -= size[group]
         waiting, leaving = waiting - whole * new, FLOAT * new
         summed += 0.0 if many and not whole else FLOAT * new / shards
     last = fresh * trained.get(REST, 0)
     ending = max(
-        (h.activations for m, h in load.heights.items() if m.place == "in first"), default=0
+        (h.activations for m, h in workload.peaks.items() if m.position == "in first"), default=0
     )
-    yield _Moment(summed + waiting + early, ending, low * rest + leaving)
-    yield _Moment(summed + waiting + last, 0.0, FLOAT * trained.get(REST, 0))
+    yield _MemoryPoint(summed + waiting + early, ending, low * rest + leaving)
+    yield _MemoryPoint(summed + waiting + last, 0.0, FLOAT * trained.get(REST, 0))
 
 
-def _height_in(load: Load, group: Group, blocks: list[Group]) -> float:
-    """Activations while one block runs backwards: from the last on they fall as they rose."""
+def _backward_activations(workload: ModelCost, group: Group, blocks: list[Group]) -> float:
+    """Activations during one block's backward pass: each finished block frees what it saved."""
     stack = _stack(group)
     inside = [g for g in blocks if _stack(g) == stack]
     after = len(inside) - 1 - inside.index(group)
-    place = "in last" if len(inside) > 1 else "in first"
+    position = "in last" if len(inside) > 1 else "in first"
     highest = [
         h.activations
-        for m, h in load.heights.items()
-        if (m.phase, m.region, m.place) == ("backward", stack, place)
+        for m, h in workload.peaks.items()
+        if (m.phase, m.region, m.position) == ("backward", stack, position)
     ]
-    return max(highest, default=0) - after * _rise(load, stack, len(inside))
+    return max(highest, default=0) - after * _kept_per_block(workload, stack, len(inside))
 
 
 def _stack(group: Group) -> str:
     return (group[1] or "").rpartition(".")[0]
 
 
-def _sharded_pipeline(choice: Choice, stage: Stage, load: Load, low: int) -> Iterator[_Moment]:
-    """Blocks stay gathered between the micro-batches of a schedule, and gradients whole."""
+def _sharded_pipeline(
+    choice: Choice, stage: Stage, workload: ModelCost, low: int
+) -> Iterator[_MemoryPoint]:
+    """Weights stay gathered and gradients unsharded between the micro-batches of a schedule."""
     block = max((n for (_, name), n in stage.groups().items() if name), default=0)
     whole = FLOAT * stage.trained
-    newest = max((p.numel for p in stage.pieces if p.group[1]), default=0)
+    newest = max((p.numel for p in stage.parameters if p.group[1]), default=0)
     fresh = low * (block - newest) if low < FLOAT else 0
-    working, others = _in_flight(choice, stage, load)
-    yield _Moment(whole + fresh, working + others, low * stage.numel)
-    yield _Moment(whole, others, low * (stage.numel + block))  # the last one arrives
+    working, others = _in_flight(choice, stage, workload)
+    yield _MemoryPoint(whole + fresh, working + others, low * stage.numel)
+    yield _MemoryPoint(whole, others, low * (stage.numel + block))  # the last all-gather
 
 
-def _zero_moments(
-    choice: Choice, stage: Stage, load: Load, held: dict[str, int]
-) -> Iterator[_Moment]:
-    """DeepSpeed sets a bucket aside for gradients. While it is emptied there are copies: of what it
-    holds at stage 3, of one's own part at stage 2, which are then added to those before."""
+def _zero_points(
+    choice: Choice, stage: Stage, workload: ModelCost, static: dict[str, int]
+) -> Iterator[_MemoryPoint]:
+    """DeepSpeed allocates a gradient bucket. Reducing it makes copies: of the bucket at stage 3, of
+    this rank's partition at stage 2, which are then accumulated."""
     ranks, level, low = choice.layout.shard, choice.layout.zero, choice.low
-    gradients, own = held["gradients"], held["master weights"] // FLOAT
+    gradients, own = static["gradients"], static["master weights"] // FLOAT
     bucket, live, copies = low * ZERO_BUCKET, 0, 0.0
     if level == 3:
         block = max((n for (_, name), n in stage.groups().items() if name), default=0)
@@ -303,22 +314,22 @@ def _zero_moments(
     elif level == 2:
         copies = low * own + (gradients if choice.accumulation > 1 else 0)
     else:
-        gradients = max(gradients, low * stage.trained)  # whole until they are summed
-    yield _Moment(gradients, _highest(load), bucket + live)
-    yield _Moment(gradients, 0.0, bucket + live + copies)
+        gradients = max(gradients, low * stage.trained)  # unsharded until they are reduced
+    yield _MemoryPoint(gradients, _peak_activations(workload), bucket + live)
+    yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
 
 
-def _moved_to_host(choice: Choice, parts: dict[str, float], held: dict[str, int]) -> float:
-    """Takes what is offloaded out of `parts`; returns its bytes."""
+def _moved_to_host(choice: Choice, parts: dict[str, float], static: dict[str, int]) -> float:
+    """Removes what is offloaded from `parts`; returns its bytes."""
     if choice.offload == "none":
         return 0.0
     moved = ["master weights", "optimizer"]
     if choice.sharded or choice.offload == "all":
         moved.append("weights")
-    host = sum(held.get(part, 0) for part in moved)
+    host = sum(static.get(part, 0) for part in moved)
     for part in moved:
         parts[part] = 0.0
-    gradients = held["gradients"] if choice.sharded else held["master weights"]
-    if choice.sharded or choice.layout.zero > 1:  # they leave with every bucket
-        parts["gradients"] = max(0.0, parts["gradients"] - held["gradients"])
+    gradients = static["gradients"] if choice.sharded else static["master weights"]
+    if choice.sharded or choice.layout.zero > 1:  # offloaded with every bucket
+        parts["gradients"] = max(0.0, parts["gradients"] - static["gradients"])
     return float(host + gradients)

@@ -1,4 +1,4 @@
-"""What ranks send each other, counted."""
+"""Collective and point-to-point operations of a rank, counted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+
+from muster.torch_internals import _resolve_process_group
 
 KINDS = {
     "all_reduce": "all_reduce",
@@ -27,7 +29,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Message:
-    """One collective as one rank sees it: `bytes` are what it puts in (of a `recv`, what it gets)."""
+    """One collective as one rank sees it: `bytes` are its input (of a `recv`, its output)."""
 
     kind: str
     bytes: int
@@ -35,15 +37,15 @@ class Message:
     dtype: str
 
 
-def message_of(op: Any, args: tuple[Any, ...]) -> Message | None:
-    """None for operations that send nothing."""
+def collective_of(op: Any, args: tuple[Any, ...]) -> Message | None:
+    """None for operations that communicate nothing."""
     space, _, name = op._schema.name.partition("::")
     if space not in ("c10d", "_c10d_functional", "_dtensor"):
         return None
     kind = next((kind for stem, kind in KINDS.items() if name.lstrip("_").startswith(stem)), None)
     if kind is None:
         return None
-    source = _given(op, args, kind)
+    source = _inputs(op, args, kind)
     return Message(
         kind,
         sum(t.numel() * t.element_size() for t in source),
@@ -52,14 +54,14 @@ def message_of(op: Any, args: tuple[Any, ...]) -> Message | None:
     )
 
 
-def sends(op: Any) -> bool:
+def is_collective(op: Any) -> bool:
     return op._schema.name.partition("::")[0] in ("c10d", "_c10d_functional", "_dtensor")
 
 
-def _given(op: Any, args: tuple[Any, ...], kind: str) -> list[Tensor]:
-    """The tensors that this rank contributes."""
+def _inputs(op: Any, args: tuple[Any, ...], kind: str) -> list[Tensor]:
+    """The input tensors of this rank."""
     names = [argument.name for argument in op._schema.arguments]
-    place = next(
+    index = next(
         (
             names.index(n)
             for n in ("input", "input_tensor", "input_tensors", "inputs")
@@ -67,7 +69,7 @@ def _given(op: Any, args: tuple[Any, ...], kind: str) -> list[Tensor]:
         ),
         0,
     )
-    value = args[place]
+    value = args[index]
     while isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
         value = value[0]
     return [value] if isinstance(value, Tensor) else [t for t in value if isinstance(t, Tensor)]
@@ -80,4 +82,4 @@ def _group(args: tuple[Any, ...]) -> Any:
         if hasattr(value, "_type") and callable(value._type):  # a boxed group
             return dist.ProcessGroup.unbox(value)
     names = [value for value in args if isinstance(value, str)]
-    return dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[arg-type]
+    return _resolve_process_group(names[-1])

@@ -1,4 +1,4 @@
-"""A plan as pictures: memory as stacked bars, throughput against GPUs. Plain data in, PNG and SVG out."""
+"""Plots of a plan: memory as stacked bars, throughput over GPUs. Plain data in, PNG and SVG out."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from muster.observe.drawing import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-UNLABELLED = 0.005  # of a bar's total: a smaller part has no number
-READABLE = 0.045  # of the axis: a lower part has no room for its number
+UNLABELLED = 0.005  # of a bar's total: a smaller part is not labelled
+READABLE = 0.045  # of the axis: a lower part is too small for its label
 NEAR = 1 / 6  # of the capacity: bars below it would be too flat to read on one axis with it
 
 
@@ -35,7 +35,7 @@ def draw_memory(
     """One bar per rank or stage, its parts in GiB, against the `capacity_gib` of its device.
 
     Colours follow the order in which parts first appear. A part that is nowhere in use may be given
-    as 0: it keeps its colour and is not shown, so pictures of different plans can be compared.
+    as 0: it keeps its colour and is not shown, so plots of different plans can be compared.
     """
     files = files_for(path)
     if not stacks:
@@ -45,12 +45,12 @@ def draw_memory(
     fullest = max(totals.values())
     shown = capacity_gib if capacity_gib and fullest >= NEAR * capacity_gib else 0.0
     top = 1.14 * (max(fullest, shown) or 1.0)
-    room = 0.04 * len(stacks) + 0.4 if capacity_gib else 0.0
+    margin = 0.04 * len(stacks) + 0.4 if capacity_gib else 0.0
     width = min(6.0 + 0.6 * len(stacks), 15)
     with figure_for(width, title) as figure:
         axes = plain_axes(figure, "memory (GiB)")
         axes.set_ylim(0, top)
-        axes.set_xlim(-0.6, len(stacks) - 0.4 + room)
+        axes.set_xlim(-0.6, len(stacks) - 0.4 + margin)
         bottoms = [0.0] * len(stacks)
         for index, part in enumerate(parts):
             heights = [stack.get(part, 0.0) for stack in stacks.values()]
@@ -58,7 +58,7 @@ def draw_memory(
             bottoms = [low + high for low, high in zip(bottoms, heights, strict=True)]
         for x, total in enumerate(totals.values()):
             _total(axes, x, total, capacity_gib)
-        _bar_names(axes, list(stacks), inches=(width - 2.8) / (len(stacks) + room))
+        _bar_names(axes, list(stacks), inches=(width - 2.8) / (len(stacks) + margin))
         if capacity_gib:
             _capacity(axes, capacity_gib, inside=bool(shown))
         _memory_legend(axes, parts, stacks, totals)
@@ -116,7 +116,7 @@ def _look(index: int) -> dict[str, Any]:
 def _layer(
     axes: Axes, index: int, heights: list[float], bottoms: list[float], readable: float
 ) -> None:
-    """One part of all bars, with its number where there is room."""
+    """One part of all bars, with its label where it fits."""
     look = _look(index)
     axes.bar(range(len(heights)), heights, 0.72, bottoms, linewidth=0.6, **look)
     red, green, blue = (int(look["facecolor"][at : at + 2], 16) for at in (1, 3, 5))
@@ -148,7 +148,7 @@ def _capacity(axes: Axes, capacity: float, inside: bool) -> None:
 
 
 def _bar_names(axes: Axes, names: list[str], inches: float) -> None:
-    """Slanted where the longest is wider than the `inches` a bar has."""
+    """Rotated where the longest is wider than the `inches` of a bar."""
     axes.set_xticks(range(len(names)), names, size=SMALL)
     axes.tick_params(axis="x", length=0)
     if 0.075 * max(map(len, names)) + 0.05 > inches:
@@ -162,14 +162,14 @@ def _memory_legend(
     stacks: Mapping[str, Mapping[str, float]],
     totals: Mapping[str, float],
 ) -> None:
-    """Parts in the order of the stack, the top one first, with the fullest bar's numbers: they are
-    also there for parts too thin to hold one."""
+    """Parts in the order of the stack, the top one first, with the numbers of the largest bar,
+    also of parts too small to be labelled."""
     from matplotlib.patches import Patch
 
     fullest = max(totals, key=lambda name: totals[name])
     title = "GiB" if len(stacks) == 1 else f"GiB in {fullest}"
     if totals[fullest] > min(totals.values()):
-        title += ", the fullest"
+        title += ", the largest"
     entries = []
     for index, part in enumerate(parts):
         if not any(stack.get(part) for stack in stacks.values()):
@@ -177,9 +177,13 @@ def _memory_legend(
         size = stacks[fullest].get(part, 0.0)
         number = f"  {_gib(size)}" if size and size >= UNLABELLED * totals[fullest] else ""
         entries.append(Patch(label=part + number, **_look(index)))
-    place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "alignment": "left"}
+    position: dict[str, Any] = {
+        "loc": "center left",
+        "bbox_to_anchor": (1, 0.5),
+        "alignment": "left",
+    }
     sizes = {"fontsize": SMALL, "title_fontsize": SMALL}
-    axes.legend(handles=entries[::-1], title=title, frameon=False, **place, **sizes)
+    axes.legend(handles=entries[::-1], title=title, frameon=False, **position, **sizes)
 
 
 def _gib(size: float) -> str:
@@ -189,7 +193,7 @@ def _gib(size: float) -> str:
 def _scaling_axes(
     axes: Axes, points: list[tuple[int, float]], chosen: tuple[int, float] | None
 ) -> None:
-    """Ticks are the GPU counts themselves, as far as they do not touch."""
+    """Ticks are the GPU counts, unless they would overlap."""
     from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullLocator
 
     marked = [*points, chosen] if chosen else points

@@ -1,4 +1,4 @@
-"""A plan in words: the guide's decision tree, the settings, the arithmetic."""
+"""A plan as text: decision tree, settings, arithmetic."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout
 from muster.plan.memory import GIB, MARGIN, Choice
-from muster.plan.search import Found
+from muster.plan.planner import Plan, Planner, choice_summary
+from muster.plan.search import SearchResult
 from muster.plan.time import Cluster
-from muster.plan.weigh import Plan, Planner, describe
 
-MOST = 4096  # devices that are tried when it is asked how many would do
+MAX_DEVICES = 4096  # tried when looking for how many are needed
 
 
 def settings(plan: Plan) -> list[str]:
-    """What makes `muster train` do as planned."""
+    """Overrides that make `muster train` follow the plan."""
     choice, layout = plan.choice, plan.choice.layout
     found = []
     if layout.world > 1 or layout.zero:
@@ -33,7 +33,7 @@ def settings(plan: Plan) -> list[str]:
         f"training.gradient_accumulation_steps={choice.accumulation}",
     ]
     if layout.pipeline > 1:
-        found.append(f"distributed.pipeline_options.microbatches={choice.pieces}")
+        found.append(f"distributed.pipeline_options.microbatches={choice.microbatches}")
     if choice.checkpointing != "none":
         found.append(f"training.activation_checkpointing={choice.checkpointing}")
     if choice.reduce_each and choice.accumulation > 1:
@@ -51,29 +51,29 @@ def _offload(layout: Layout, choice: Choice) -> list[str]:
 
 
 def _per_device(plan: Plan) -> int:
-    """Samples that a data rank holds at a time, as the recipe counts them."""
+    """training.per_device_batch_size."""
     slots = plan.choice.layout.data_ranks * plan.choice.accumulation
     return math.ceil(plan.samples / slots)
 
 
-def tree(planner: Planner, found: Found) -> list[str]:
-    """How one gets to the answer, question by question."""
+def decision_tree(planner: Planner, found: SearchResult) -> list[str]:
+    """How the plan was chosen, question by question."""
     device, capacity = planner.cluster.device, planner.capacity / GIB
-    alone = planner.weigh(_alone(planner))
+    single = planner.evaluate(_single_device(planner))
     lines = [
-        f"Does one copy fit on one {device.title}? {_yes(planner.fits(alone))} It needs "
-        f"{alone.need.total / GIB:.1f} of {capacity:.1f} GiB, {describe(alone.choice)}."
+        f"Does one copy fit on one {device.title}? {_yes(planner.fits(single))} It needs "
+        f"{single.memory.total / GIB:.1f} of {capacity:.1f} GiB, {choice_summary(single.choice)}."
     ]
     best = found.best
-    if planner.fits(alone):
+    if planner.fits(single):
         lines += _copies(planner, found)
     else:
         lines.append(
             f"Is it a transformer whose blocks repeat? {_yes(bool(planner.subject.plan.tensor))} "
             + (
-                "Then it can be sharded (FSDP, ZeRO), split (tensor) or staged (pipeline)."
+                "Then FSDP, ZeRO, tensor and pipeline parallelism apply."
                 if planner.subject.plan.tensor
-                else "Then it is sharded: its layers are not cut."
+                else "Then FSDP and ZeRO apply: its layers are not split."
             )
         )
     if best is None:
@@ -82,13 +82,13 @@ def tree(planner: Planner, found: Found) -> list[str]:
     rivals = [plan for plan in found.plans if plan.strategy != best.strategy]
     fastest = min(rivals, key=lambda plan: plan.duration.total, default=None)
     lines.append(
-        f"Chosen: {best.choice.layout}, {describe(best.choice)}: {best.need.total / GIB:.1f} GiB and "
+        f"Chosen: {best.choice.layout}, {choice_summary(best.choice)}: {best.memory.total / GIB:.1f} GiB and "
         f"{best.duration.total:.3g} s a step."
     )
     if fastest is not None:
         change = fastest.duration.total / best.duration.total - 1
         lines.append(
-            f"Next: {fastest.choice.layout}, {describe(fastest.choice)}: "
+            f"Next: {fastest.choice.layout}, {choice_summary(fastest.choice)}: "
             + (
                 f"{100 * change:.0f} % slower."
                 if change > 0.005
@@ -98,48 +98,50 @@ def tree(planner: Planner, found: Found) -> list[str]:
     return lines
 
 
-def _copies(planner: Planner, found: Found) -> list[str]:
+def _copies(planner: Planner, found: SearchResult) -> list[str]:
     if planner.cluster.world == 1:
         return []
-    said = "So each rank can have a copy: DDP, the simplest"
+    answer = "So each rank can have a copy: DDP, the simplest"
     ddp = min(
         (plan for plan in found.plans if plan.strategy == "ddp"),
         key=lambda plan: plan.duration.total,
         default=None,
     )
     if found.best is None or found.best.strategy == "ddp" or ddp is None:
-        return [f"{said}."]
+        return [f"{answer}."]
     slower = 100 * (ddp.duration.total / found.best.duration.total - 1)
-    return [f"{said}, would do, {slower:.0f} % slower than what follows: {describe(ddp.choice)}."]
+    return [
+        f"{answer}, would fit, {slower:.0f} % slower than the plan below: {choice_summary(ddp.choice)}."
+    ]
 
 
 def _yes(answer: bool) -> str:
     return "Yes." if answer else "No."
 
 
-def _alone(planner: Planner) -> Choice:
+def _single_device(planner: Planner) -> Choice:
     training = planner.subject.recipe.training
     return Choice(
         Layout(),
         planner.precision,
         rows=1,
-        accumulation=2,  # gradients stay while the next micro-batch is computed
+        accumulation=2,  # gradients are kept during the next micro-batch
         checkpointing=training.activation_checkpointing,
         compiled=training.compile,
     )
 
 
-def cures(planner: Planner, found: Found) -> list[str]:
-    """What would make it fit, where nothing does: first by how much it misses."""
+def remedies(planner: Planner, found: SearchResult) -> list[str]:
+    """What would make it fit, where nothing does; first the shortfall."""
     recipe, least = planner.subject.recipe, found.closest
     if least is not None:
-        words = [f"the smallest way found, {least.choice.layout}, {planner.too_much(least)}"]
+        words = [f"the plan that needs least, {least.choice.layout}, {planner.shortfall(least)}"]
     else:
         words = [f"{name}: {reason}" for name, reason in found.rejected.items()]
     if recipe.distributed.strategy != "auto":
-        words.append("distributed.strategy=auto, which weighs the others")
-    if (gpus := _enough(planner)) is not None:
-        words.append(f"more GPUs: it fits on {gpus}, in shards with full checkpointing")
+        words.append("distributed.strategy=auto, which tries the others")
+    if (gpus := _devices_needed(planner)) is not None:
+        words.append(f"more GPUs: it fits on {gpus} with fsdp and full activation checkpointing")
     if least is not None and recipe.training.activation_checkpointing == "selective":
         words.append("training.activation_checkpointing=full")
     if least is not None and recipe.task == "causal-lm":
@@ -149,11 +151,11 @@ def cures(planner: Planner, found: Found) -> list[str]:
     return [*words, "a GPU with more memory, or a smaller model"]
 
 
-def _enough(planner: Planner) -> int | None:
-    """The fewest devices, of ever twice as many, on which shards fit one sample at a time."""
+def _devices_needed(planner: Planner) -> int | None:
+    """The fewest devices, doubling their number, on which FSDP fits with one sample per micro-batch."""
     total = planner.subject.recipe.training.global_batch_size
     world = planner.cluster.world
-    while (world := world * 2) <= min(MOST, total):
+    while (world := world * 2) <= min(MAX_DEVICES, total):
         choice = Choice(
             Layout(shard=world),
             planner.precision,
@@ -163,34 +165,38 @@ def _enough(planner: Planner) -> int | None:
             reduce_each=True,
         )
         cluster = Cluster(planner.cluster.device, world, planner.cluster.per_node)
-        if planner.fits(planner.on(cluster).weigh(choice)):
+        if planner.fits(planner.on(cluster).evaluate(choice)):
             return world
     return None
 
 
 def arithmetic(planner: Planner, plan: Plan) -> list[str]:
-    """The sums behind a plan's figures."""
+    """The calculation of a plan's figures."""
     choice, subject = plan.choice, planner.subject
     stage = max(
-        zip(plan.needs, planner.stages(choice.layout), strict=True), key=lambda p: p[0].total
+        zip(plan.estimates, planner.stages(choice.layout), strict=True), key=lambda p: p[0].total
     )[1]
-    parts, low = plan.need.parts, choice.low
+    parts, low = plan.memory.parts, choice.low
     layout = choice.layout
     shards = layout.world if layout.zero else layout.shard
     lines = [
-        f"{subject.parameters:,} parameters, {subject.trained:,} of them trained; the fullest rank's "
+        f"{subject.parameters:,} parameters, {subject.trained:,} of them trained; the largest "
         f"stage has {stage.numel:,}, in {shards} shard(s)",
         f"weights {parts['weights'] / GIB:.2f} GiB, gradients {parts['gradients'] / GIB:.2f}, AdamW's "
-        f"averages {parts['optimizer'] / GIB:.2f} at the step's highest point; 4 + 4 + 8 bytes a "
-        "parameter, in shards; gradients are whole while micro-batches accumulate under FSDP"
-        + (f"; ZeRO computes with {low} bytes and keeps a float32 copy" if layout.zero else ""),
-        f"activations {parts['activations'] / GIB:.2f} GiB: recorded from the model itself on fake "
+        f"moments {parts['optimizer'] / GIB:.2f} at the step's peak; 4 + 4 + 8 bytes per "
+        "parameter, sharded; FSDP keeps gradients unsharded while micro-batches accumulate"
+        + (
+            f"; ZeRO computes in {low} bytes and keeps float32 master weights"
+            if layout.zero
+            else ""
+        ),
+        f"activations {parts['activations'] / GIB:.2f} GiB: recorded with the model on fake "
         f"tensors, {choice.rows} sample(s) at a time"
         + (f", up to {layout.pipeline} micro-batches in flight" if layout.pipeline > 1 else ""),
-        f"buffers {parts['buffers'] / GIB:.2f} GiB: gathered blocks, messages on their way, cuBLAS",
-        f"slack {parts['slack'] / GIB:.2f} GiB and context {parts['context'] / GIB:.2f}: outside of what "
-        "torch allocates",
-        f"fits if the sum, {plan.need.total / GIB:.2f} GiB, is at most {100 * (1 - MARGIN):.0f} % of "
+        f"buffers {parts['buffers'] / GIB:.2f} GiB: gathered blocks, communication buffers, cuBLAS",
+        f"slack {parts['slack'] / GIB:.2f} GiB and context {parts['context'] / GIB:.2f}: not allocated "
+        "by torch",
+        f"fits if the sum, {plan.memory.total / GIB:.2f} GiB, is at most {100 * (1 - MARGIN):.0f} % of "
         f"{planner.capacity / GIB:.1f}",
         f"global batch {plan.samples} = {_per_device(plan)} per data rank × accumulation "
         f"{choice.accumulation} × {layout.data_ranks} data ranks",
@@ -203,7 +209,7 @@ def arithmetic(planner: Planner, plan: Plan) -> list[str]:
     return [*lines, f"a step {plan.duration.total:.4g} s, {plan.samples_per_s:.4g} samples/s"]
 
 
-def as_dict(planner: Planner, found: Found, name: str) -> dict[str, Any]:
+def as_dict(planner: Planner, found: SearchResult, name: str) -> dict[str, Any]:
     """For other programs."""
     return {
         "recipe": name,
@@ -216,7 +222,7 @@ def as_dict(planner: Planner, found: Found, name: str) -> dict[str, Any]:
         "per_node": planner.cluster.per_node,
         "precision": planner.precision,
         "answer": plan_dict(found.best) if found.best else None,
-        "why": tree(planner, found),
+        "why": decision_tree(planner, found),
         "others": [plan_dict(plan) for plan in distinct(found.plans)[1:]],
         "rejected": found.rejected,
     }
@@ -228,14 +234,14 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "layout": choice.layout.sizes | {"zero": choice.layout.zero},
         "micro_batch": choice.rows,
-        "pieces": choice.pieces,
+        "pieces": choice.microbatches,
         "accumulation": choice.accumulation,
         "checkpointing": choice.checkpointing,
         "offload": choice.offload,
-        "memory_gib": {part: size / GIB for part, size in plan.need.parts.items()},
-        "total_gib": plan.need.total / GIB,
-        "allocated_gib": plan.need.allocated / GIB,
-        "host_gib": plan.need.host / GIB,
+        "memory_gib": {part: size / GIB for part, size in plan.memory.parts.items()},
+        "total_gib": plan.memory.total / GIB,
+        "allocated_gib": plan.memory.allocated / GIB,
+        "host_gib": plan.memory.host / GIB,
         "step_s": vars(plan.duration) | {"total": plan.duration.total},
         "samples_per_s": plan.samples_per_s,
         "settings": settings(plan),
@@ -250,6 +256,6 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(seen.values())
 
 
-def device_words(device: Accelerator) -> str:
+def describe_device(device: Accelerator) -> str:
     own = " (measured)" if device.measured else ""
     return f"{device.title}, {device.memory_gib:.1f} GiB{own}"

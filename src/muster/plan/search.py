@@ -1,4 +1,4 @@
-"""The fastest way to run a recipe on so many devices that fits, and why the others were passed over."""
+"""Finds the fastest layout that fits, and why the others were rejected."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
+from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
-from muster.parallel.mixtures import refuse_mixtures
-from muster.plan.batch import BatchSizes, micro_batches, solve
 from muster.plan.memory import GIB, Choice
-from muster.plan.weigh import Plan, Planner
+from muster.plan.planner import Plan, Planner
+from muster.recipe.batch import BatchSizes, micro_batches, solve
 from muster.recipe.schema import Recipe
 
-TIE = 0.08  # of a step: strategies that are no further apart than the planner errs are equally fast
-SIMPLEST = (
+TIE = 0.08  # of a step, the planner's error: closer strategies count as equally fast
+BY_COMPLEXITY = (
     "single",
     "ddp",
     "fsdp",
@@ -30,13 +30,13 @@ SIMPLEST = (
     "pipeline",
     "hybrid",
 )
-AGAIN = ("none", "selective", "full")
+CHECKPOINTING_MODES = ("none", "selective", "full")
 ADAPTERS = "adapters train under ddp, fsdp and hsdp"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search ends with. `rejected`: why each strategy that did not make it was passed over."""
+class SearchResult:
+    """The result of a search. `rejected`: the reason, by strategy."""
 
     plans: list[Plan]  # that fit, best first
     rejected: dict[str, str]
@@ -47,7 +47,7 @@ class Found:
         return self.plans[0] if self.plans else None
 
 
-def search(planner: Planner, *, thorough: bool = True) -> Found:
+def search(planner: Planner, *, thorough: bool = True) -> SearchResult:
     """`thorough`: also tensor and pipeline ranks, other activation checkpointing, and offload."""
     return _Search(planner, thorough).run()
 
@@ -60,25 +60,25 @@ class _Search:
     closest: dict[str, Plan] = field(default_factory=dict)  # by strategy: what needs least
     rejected: dict[str, str] = field(default_factory=dict)
 
-    def run(self) -> Found:
-        self._weigh(self._layouts())
+    def run(self) -> SearchResult:
+        self._evaluate(self._layouts())
         if self.thorough and self.recipe.distributed.strategy == "auto":
-            spare = self._spare()
-            if spare is not None and spare < TIE:
+            saving = self._possible_saving()
+            if saving is not None and saving < TIE:
                 self.rejected["tensor, pipeline, hybrid"] = (
-                    f"could save at most {100 * spare:.1f} % of a step, what messages and computing "
-                    "twice cost now"
+                    f"could save at most {100 * saving:.1f} % of a step, which communication and "
+                    "recomputation take now"
                 )
             else:
-                self._weigh(self._split_layouts())
+                self._evaluate(self._split_layouts())
         if not self.fitting and self.thorough:
-            self._weigh(self._layouts(), offload=True)
+            self._evaluate(self._layouts(), offload=True)
         good = {plan.strategy for plan in self.fitting}
         for name, plan in self.closest.items():
-            self.rejected[name] = self.planner.too_much(plan)
-        least = min(self.closest.values(), key=lambda plan: plan.need.total, default=None)
+            self.rejected[name] = self.planner.shortfall(plan)
+        least = min(self.closest.values(), key=lambda plan: plan.memory.total, default=None)
         rejected = {name: why for name, why in self.rejected.items() if name not in good}
-        return Found(rank(self.fitting), rejected, least)
+        return SearchResult(rank(self.fitting), rejected, least)
 
     @property
     def recipe(self) -> Recipe:
@@ -88,50 +88,50 @@ class _Search:
     def world(self) -> int:
         return self.planner.cluster.world
 
-    def _weigh(self, layouts: Iterable[Layout], offload: bool = False) -> None:
+    def _evaluate(self, layouts: Iterable[Layout], offload: bool = False) -> None:
         for layout in layouts:
             name = strategy_name(layout)
-            if (reason := self._hopeless(layout, offload)) is not None:
+            if (reason := self._infeasible(layout, offload)) is not None:
                 self.rejected.setdefault(name, reason)
                 continue
             for choice in self._allowed(layout, offload):
-                plan = self.planner.weigh(choice)
+                plan = self.planner.evaluate(choice)
                 before = self.closest.get(name)
                 if self.planner.fits(plan):
                     self.fitting.append(plan)
-                elif before is None or plan.need.total < before.need.total:
+                elif before is None or plan.memory.total < before.memory.total:
                     self.closest[name] = plan
 
     def _allowed(self, layout: Layout, offload: bool) -> Iterator[Choice]:
-        """What `muster train` would refuse is passed over with its words, if it was not asked for."""
+        """Rejects what `muster train` would refuse, with its message; raises if the recipe sets it."""
         try:
             for choice in self._choices(layout, offload):
-                again: Any = choice.checkpointing
+                checkpointing: Any = choice.checkpointing
                 training = self.recipe.training.model_copy(
                     update={
-                        "activation_checkpointing": again,
+                        "activation_checkpointing": checkpointing,
                         "gradient_accumulation_steps": choice.accumulation,
                     }
                 )
-                refuse_mixtures(self.recipe.model_copy(update={"training": training}), layout)
+                refuse_conflicts(self.recipe.model_copy(update={"training": training}), layout)
                 yield choice
         except RecipeError as error:
             if self.recipe.distributed.strategy != "auto":
                 raise
             self.rejected.setdefault(strategy_name(layout), str(error))
 
-    def _hopeless(self, layout: Layout, offload: bool) -> str | None:
-        """Why nothing of this layout can run, as far as that takes no recording to say."""
+    def _infeasible(self, layout: Layout, offload: bool) -> str | None:
+        """Why this layout cannot run, as far as no recording is needed."""
         total, capacity = self.recipe.training.global_batch_size, self.planner.capacity
         if total < layout.data_ranks:
-            return f"{total} samples of a global batch cannot feed {layout.data_ranks} data ranks"
+            return f"global batch of {total} samples is smaller than the {layout.data_ranks} data ranks"
         if offload or self.planner.offload(layout) != "none":
             return None
         shards = layout.world if layout.zero else layout.shard
-        held = max(stage.trained / shards for stage in self.planner.stages(layout))
-        least = 16 * held
+        trained = max(stage.trained / shards for stage in self.planner.stages(layout))
+        least = 16 * trained
         if layout.zero in (1, 2):
-            least = 12 * held + 2 * self.planner.subject.parameters
+            least = 12 * trained + 2 * self.planner.subject.parameters
         if least <= capacity:
             return None
         return (
@@ -139,17 +139,17 @@ class _Search:
             "optimizer alone"
         )
 
-    def _spare(self) -> float | None:
-        """The share of the fastest step that is not computing each thing once: no layout of the same
-        devices saves more. None where nothing fits."""
+    def _possible_saving(self) -> float | None:
+        """The fraction of the fastest step that is not computation without recomputation: no layout of the
+        same devices saves more. None where nothing fits."""
         best = min(self.fitting, key=lambda plan: plan.duration.total, default=None)
         if best is None:
             return None
-        once = self.planner.weigh(replace(best.choice, checkpointing="none")).duration
-        return 1 - (once.matrices + once.memory) / best.duration.total
+        base = self.planner.evaluate(replace(best.choice, checkpointing="none")).duration
+        return 1 - (base.matrices + base.memory) / best.duration.total
 
     def _layouts(self) -> Iterator[Layout]:
-        """The strategy asked for, or all that leave the model's layers whole."""
+        """The recipe's strategy, or all that do not split the model's layers."""
         recipe, world, inner = self.recipe, self.world, self.planner.cluster.per_node
         if recipe.distributed.strategy != "auto":
             layout = layout_for(recipe.distributed, world)
@@ -173,7 +173,7 @@ class _Search:
         return self.recipe.model.pretrained or self.recipe.model.preset
 
     def _split_layouts(self) -> Iterator[Layout]:
-        """Those that cut the model itself; tensor ranks within a machine."""
+        """Those that split the model; tensor ranks stay within a node."""
         inner = self.planner.cluster.per_node
         if self.recipe.model.lora is not None:
             self.rejected["tensor, pipeline"] = ADAPTERS
@@ -181,12 +181,12 @@ class _Search:
         for tensor in _powers(self.world):
             if tensor > inner:
                 self.rejected[f"tensor {tensor}"] = (
-                    f"crosses machines of {inner}: every layer would wait for the network"
+                    f"spans nodes of {inner} GPUs: every layer would wait for the network"
                 )
                 break
             for pipeline in _powers(self.world // tensor):
                 over = self.world // (tensor * pipeline)
-                one_copy = over == 1 and self.world > inner  # many machines, and nothing is sharded
+                one_copy = over == 1 and self.world > inner  # many nodes, and nothing is sharded
                 if tensor * pipeline > 1 and not one_copy:
                     yield from self._if_possible(
                         Layout(shard=over, tensor=tensor, pipeline=pipeline)
@@ -203,11 +203,11 @@ class _Search:
             yield layout
 
     def _choices(self, layout: Layout, offload: bool) -> Iterator[Choice]:
-        """`offload`: with what rests on the host; a last resort, since everything passes a narrow bus."""
+        """`offload`: with CPU offload; a last resort, since it is limited by PCIe bandwidth."""
         training, options = self.recipe.training, self.recipe.distributed
-        again: Iterable[str] = (training.activation_checkpointing,)
-        if self.thorough and training.activation_checkpointing == "none" and self._may_forget:
-            again = AGAIN
+        modes: Iterable[str] = (training.activation_checkpointing,)
+        if self.thorough and training.activation_checkpointing == "none" and self._can_checkpoint:
+            modes = CHECKPOINTING_MODES
         base = Choice(
             layout,
             self.planner.precision,
@@ -223,12 +223,12 @@ class _Search:
                 return
             base = replace(base, offload="optimizer" if layout.zero == 2 else "all")
         for sizes in self._sizes(layout):
-            for checkpointing in again:
+            for checkpointing in modes:
                 yield from self._sized(replace(base, checkpointing=checkpointing), sizes)
 
     @property
-    def _may_forget(self) -> bool:
-        """A block computed twice would count its batch twice in batch normalisation."""
+    def _can_checkpoint(self) -> bool:
+        """Recomputing a block would update batch normalisation's running statistics twice."""
         model = self.planner.subject.model
         return not any(isinstance(module, MaskedBatchNorm) for module in model.modules())
 
@@ -237,11 +237,11 @@ class _Search:
         given = (training.per_device_batch_size, training.gradient_accumulation_steps)
         if given != ("auto", "auto"):
             return [solve(training, layout.data_ranks)]
-        ways = micro_batches(training.global_batch_size, layout.data_ranks)
-        return ways[:1] if layout.pipeline > 1 else ways
+        candidates = micro_batches(training.global_batch_size, layout.data_ranks)
+        return candidates[:1] if layout.pipeline > 1 else candidates
 
     def _sized(self, choice: Choice, sizes: BatchSizes) -> Iterator[Choice]:
-        """With a micro-batch, and for a pipeline with the pieces that flow through it."""
+        """With batch sizes, and for a pipeline with its number of micro-batches."""
         layout, samples = choice.layout, sizes.per_device
         if layout.pipeline == 1:
             sized = replace(choice, rows=samples, accumulation=sizes.accumulation)
@@ -256,14 +256,16 @@ class _Search:
             return
         asked = self.recipe.distributed.pipeline_options.microbatches
         wanted = [asked] if isinstance(asked, int) else [-(-samples // n) for n in (1, 2, 4, 8)]
-        for pieces in wanted:
-            if layout.pipeline <= pieces <= samples:
-                rows = math.ceil(samples / pieces)
-                yield replace(choice, rows=rows, pieces=pieces, accumulation=sizes.accumulation)
+        for microbatches in wanted:
+            if layout.pipeline <= microbatches <= samples:
+                rows = math.ceil(samples / microbatches)
+                yield replace(
+                    choice, rows=rows, microbatches=microbatches, accumulation=sizes.accumulation
+                )
 
 
 def rank(plans: list[Plan]) -> list[Plan]:
-    """Fastest first; of those as fast as the best, the simplest leads."""
+    """Fastest first; but of those within `TIE` of the fastest, the simplest is first."""
     ordered = sorted(plans, key=lambda plan: (plan.duration.total, complexity(plan)))
     if not ordered:
         return []
@@ -274,14 +276,14 @@ def rank(plans: list[Plan]) -> list[Plan]:
 
 
 def complexity(plan: Plan) -> tuple[int, int, int, int]:
-    """What is harder to run, and to understand, is greater."""
+    """Greater for what is harder to run."""
     choice = plan.choice
     axes = sum(size > 1 for size in choice.layout.sizes.values())
     return (
         int(choice.offload != "none"),
-        SIMPLEST.index(plan.strategy),
+        BY_COMPLEXITY.index(plan.strategy),
         axes,
-        AGAIN.index(choice.checkpointing),
+        CHECKPOINTING_MODES.index(choice.checkpointing),
     )
 
 

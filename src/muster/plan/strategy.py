@@ -1,4 +1,4 @@
-"""What a run is about to do: the recipe's own choice, or for what it leaves open the planner's."""
+"""Layout and batch sizes of a run: the recipe's, or the planner's where it says `auto`."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import microbatches
-from muster.plan.batch import BatchSizes, solve
 from muster.plan.memory import GIB, Choice
+from muster.plan.planner import Plan, Planner
 from muster.plan.search import search
 from muster.plan.subject import Subject
 from muster.plan.time import Cluster
-from muster.plan.weigh import Plan, Planner
+from muster.recipe.batch import BatchSizes, solve
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
 log = logging.getLogger(__name__)
 
 WEIGHT_BYTES = 4  # float32
-TRAINED_BYTES = 12  # and for what is trained: its gradient and AdamW's two averages
+TRAINED_BYTES = 12  # gradient and AdamW's two moments, of a trained weight
 SHARE = 0.6  # of a device's memory; the rest is for activations, buffers and the context
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The layout and the batch sizes of a run, and what is expected of them."""
+    """The layout and the batch sizes of a run, and the memory and step time they should have."""
 
     layout: Layout
     sizes: BatchSizes
-    promised: dict[str, Any] = field(default_factory=dict)  # memory_gib, step_time_s …
+    expected: dict[str, Any] = field(default_factory=dict)  # memory_gib, step_time_s …
 
 
 def decide(recipe: Recipe, task: Task, source: Source, mesh: Mesh, precision: str) -> Decision:
-    """All ranks decide alike: rank 0 plans, for the smallest device among them, and they all take its
-    answer, or its error. On CPU ranks, where a recording would take longer than many a run, plain
-    arithmetic stands in for it."""
+    """The same on all ranks: rank 0 plans for the smallest device and broadcasts its decision or error.
+    On CPU ranks, where a recording may take longer than the run, a parameter count decides."""
     smallest = min(mesh.gather(device_bytes(mesh)))
-    layout = by_arithmetic(recipe, task, mesh.world, smallest)
+    layout = layout_by_arithmetic(recipe, task, mesh.world, smallest)
     if mesh.device.type == "cpu":
         return Decision(layout, solve(recipe.training, layout.data_ranks))
     answer: Decision | MusterError | None = None
@@ -61,7 +60,7 @@ def decide(recipe: Recipe, task: Task, source: Source, mesh: Mesh, precision: st
         except MusterError as error:
             answer = error
         except Exception as error:  # a model that fake tensors cannot run can still be trained
-            log.warning("no plan for this model, so none is held against it: %s", error)
+            log.warning("no plan for this model, so the run is not compared to one: %s", error)
     answer = mesh.gather(answer)[0]
     if isinstance(answer, MusterError):
         raise answer
@@ -69,9 +68,11 @@ def decide(recipe: Recipe, task: Task, source: Source, mesh: Mesh, precision: st
 
 
 def propose(subject: Subject, cluster: Cluster, precision: str) -> Decision:
-    """What the recipe says, with what it leaves open filled in, and what to expect of it."""
+    """The recipe's settings with each `auto` resolved, and the expected memory and step time."""
     recipe = subject.recipe
-    planner = Planner(subject, cluster, precision)  # a run that goes on must find the same again
+    planner = Planner(
+        subject, cluster, precision
+    )  # deterministic, so that a resumed run decides the same
     found = search(planner, thorough=False)
     best = found.best or found.closest
     if best is None:  # far too large, or not one sample for each rank, which `solve` refuses
@@ -80,22 +81,23 @@ def propose(subject: Subject, cluster: Cluster, precision: str) -> Decision:
         return Decision(layout, solve(recipe.training, layout.data_ranks))
     if found.best is None:
         log.warning(
-            "the plan does not fit: %s. Tensor and pipeline ranks, checkpointing and offload are "
-            "weighed by `muster plan`",
-            planner.too_much(best),
+            "the plan does not fit: %s. `muster plan` also tries tensor and pipeline "
+            "parallelism, checkpointing and offload",
+            planner.shortfall(best),
         )
     layout, sizes = best.choice.layout, _sizes(recipe, best, best.choice.layout)
-    loading = replace(planner, here=True)  # what this machine takes to load is part of the promise
-    return Decision(layout, sizes, promise(loading, _as_run(recipe, best.choice, sizes)))
+    planner = replace(planner, measure_loading=True)
+    expected = expected_metrics(planner, _with_microbatches(recipe, best.choice, sizes))
+    return Decision(layout, sizes, expected)
 
 
-def _as_run(recipe: Recipe, choice: Choice, sizes: BatchSizes) -> Choice:
-    """The choice with the pieces that a run's pipeline will have."""
+def _with_microbatches(recipe: Recipe, choice: Choice, sizes: BatchSizes) -> Choice:
+    """The choice with the number of micro-batches that a run's pipeline will have."""
     layout, samples = choice.layout, sizes.per_device
     if layout.pipeline == 1:
         return choice
-    pieces = microbatches(recipe.distributed.pipeline_options, layout.pipeline, samples)
-    return replace(choice, rows=-(-samples // pieces), pieces=pieces)
+    count = microbatches(recipe.distributed.pipeline_options, layout.pipeline, samples)
+    return replace(choice, rows=-(-samples // count), microbatches=count)
 
 
 def _sizes(recipe: Recipe, best: Plan, layout: Layout) -> BatchSizes:
@@ -110,20 +112,20 @@ def _sizes(recipe: Recipe, best: Plan, layout: Layout) -> BatchSizes:
     )
 
 
-def promise(planner: Planner, choice: Choice) -> dict[str, Any]:
-    """What the run's results will be held against."""
-    plan = planner.weigh(choice)
+def expected_metrics(planner: Planner, choice: Choice) -> dict[str, Any]:
+    """What the run's results are compared to."""
+    plan = planner.evaluate(choice)
     return {
         "device": planner.cluster.device.title,
-        "memory_gib": plan.need.allocated / GIB,
-        "memory_parts_gib": {k: v / GIB for k, v in plan.need.parts.items() if v},
+        "memory_gib": plan.memory.allocated / GIB,
+        "memory_parts_gib": {k: v / GIB for k, v in plan.memory.parts.items() if v},
         "step_time_s": plan.duration.total,
         "step_parts_s": {k: v for k, v in vars(plan.duration).items() if v},
     }
 
 
 def _accelerator(device: torch.device, smallest: int) -> Accelerator:
-    """This rank's, with the memory of the smallest; one that nobody knows is taken for an A100."""
+    """This rank's, with the memory of the smallest; an unknown one is treated as an A100."""
     properties = torch.cuda.get_device_properties(device)
     known = catalogue.recognise(properties.name, properties.total_memory / GIB)
     if known is None:
@@ -132,7 +134,7 @@ def _accelerator(device: torch.device, smallest: int) -> Accelerator:
     return replace(catalogue.own(known), memory_gib=smallest / GIB)
 
 
-def by_arithmetic(recipe: Recipe, task: Task, world: int, smallest: int) -> Layout:
+def layout_by_arithmetic(recipe: Recipe, task: Task, world: int, smallest: int) -> Layout:
     """For `auto`, DDP while a copy fits on the smallest device, else FSDP."""
     if recipe.distributed.strategy != "auto":
         return layout_for(recipe.distributed, world)
@@ -153,7 +155,7 @@ def parameter_count(task: Task) -> int:
 
 
 def device_bytes(mesh: Mesh) -> int:
-    """Memory this rank has to itself: its GPU, or its share of the host."""
+    """Memory of this rank: its GPU's, or its share of the host's."""
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory
     return int(psutil.virtual_memory().total) // mesh.world

@@ -1,4 +1,4 @@
-"""What is planned: a recipe's task, with batches as its data would make them."""
+"""What is planned: a recipe's task with representative batches."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from muster.data.batches import BatchPlan, cut
 from muster.data.loader import Batch, Source
-from muster.data.packing import PackedSample
+from muster.data.text.packing import PackedSample
 from muster.models.plan import ParallelPlan
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
-TIMED = 4  # samples
-LOOKED_AT = 64  # steps of an epoch whose batches stand for all
+TIMED_SAMPLES = 4
+SAMPLED_STEPS = 64  # of an epoch, to estimate padding
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A task to plan for. Its data, where it is at hand, tells how long samples are."""
+    """A task to plan for. Its data, where available, gives the lengths of samples."""
 
     recipe: Recipe
     task: Task
@@ -34,7 +34,7 @@ class Subject:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The whole model, without memory."""
+        """The whole model on the meta device."""
         with torch.device("meta"):
             return self.task.build_model()
 
@@ -52,37 +52,37 @@ class Subject:
 
     @cached_property
     def loading_seconds(self) -> float:
-        """To make ready the samples of one step, by one worker thread on this machine."""
+        """To load and collate the samples of one step on this machine."""
         if self.source is None or self.recipe.task == "causal-lm":
             return 0.0
-        index, begin = self._middling, time.perf_counter()
-        samples = [self.source.load(index) for _ in range(TIMED)]
+        index, begin = self._average_index, time.perf_counter()
+        samples = [self.source.load(index) for _ in range(TIMED_SAMPLES)]
         self.task.collate(samples, 0, float(self.source.lengths[index]))
-        each = (time.perf_counter() - begin) / TIMED
+        each = (time.perf_counter() - begin) / TIMED_SAMPLES
         workers = self.recipe.data.workers
         threads = workers if isinstance(workers, int) else 4
         return each * self.recipe.training.global_batch_size / max(1, threads)
 
     def batch(self, rows: int, *, costliest: bool) -> Batch:
-        """`rows` samples as long as the longest, or as those of a middling batch. Real tensors on the
-        CPU; only their shapes count."""
+        """`rows` samples of the maximum length, or of the average padded length. Real CPU
+        tensors, of which only the shapes matter."""
         if self.recipe.task == "causal-lm":
             return self.task.collate([_tokens(self.recipe.data.sequence_length)] * rows, 0)
         if self.source is None:
-            sample = self._made_up()
+            sample = self._synthetic_sample()
             return self.task.collate([sample] * rows, 0)
-        index = self._longest if costliest else self._middling
+        index = self._longest_index if costliest else self._average_index
         sample = self.source.load(index)
         return self.task.collate([sample] * rows, 0, float(self.source.lengths[index]))
 
     @cached_property
-    def _longest(self) -> int:
+    def _longest_index(self) -> int:
         assert self.source is not None
         return int(np.argmax(self.source.lengths))
 
     @cached_property
-    def _middling(self) -> int:
-        """A sample as long as what batches are padded to on average."""
+    def _average_index(self) -> int:
+        """The sample closest to the average padded length."""
         assert self.source is not None
         lengths = self.source.lengths
         windows = self.task.windows(lengths, training=True)
@@ -90,7 +90,7 @@ class Subject:
         plan = BatchPlan(
             lengths, total, self.recipe.seed, self.recipe.data.pool_batches, windows=windows
         )
-        steps = range(min(LOOKED_AT, plan.steps_per_epoch))
+        steps = range(min(SAMPLED_STEPS, plan.steps_per_epoch))
         padded = [
             float(lengths[part].max())
             for step in steps
@@ -99,16 +99,16 @@ class Subject:
         ]
         return int(np.argmin(np.abs(lengths - np.mean(padded))))
 
-    def _made_up(self) -> Any:
-        """A sample of the greatest length the recipe allows."""
+    def _synthetic_sample(self) -> Any:
+        """A sample of the maximum length in the recipe."""
         data = self.recipe.data
         if self.recipe.task == "image-classification":
-            from muster.data.images import ImageSample
+            from muster.data.images.source import ImageSample
 
             task: Any = self.task
             shape = (task.channels, task.size, task.size)
             return ImageSample(0, np.zeros(shape, np.uint8), 0)
-        from muster.data.speech import SpeechSample
+        from muster.data.speech.source import SpeechSample
 
         asked = data.window if isinstance(data.window, float) else 30.0
         seconds = min(data.max_seconds, asked if self.recipe.task == "speech-seq2seq" else 1e9)
@@ -121,7 +121,7 @@ def _tokens(length: int) -> PackedSample:
 
 
 def fake(batch: Batch, mode: Any) -> Batch:
-    """The same shapes without values, but for counts that decide about shapes."""
+    """The batch as fake tensors."""
     tensors = {
         name: mode.from_tensor(tensor) if isinstance(tensor, Tensor) else tensor
         for name, tensor in batch.tensors.items()
@@ -130,7 +130,7 @@ def fake(batch: Batch, mode: Any) -> Batch:
 
 
 def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Module]]:
-    """Stacks of blocks, by the name of what holds them: a model repeats itself there."""
+    """Stacks of repeated blocks, by the name of their parent module."""
     stacks = {}
     for name, module in model.named_modules():
         children = list(module.children())

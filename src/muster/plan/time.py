@@ -1,4 +1,4 @@
-"""How long an optimizer step takes: what the device computes, what it waits for, and why."""
+"""Time of an optimizer step: computation, communication, and waiting."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import math
 from dataclasses import dataclass
 
 from muster.hardware.catalogue import Accelerator
-from muster.plan.held import FLOAT, Stage
 from muster.plan.kernels import Speeds, host_seconds
 from muster.plan.memory import Choice
-from muster.plan.profile import Load
+from muster.plan.profile import ModelCost
+from muster.plan.shards import FLOAT, Stage
 from muster.plan.traffic import data_traffic
 
 OPTIMIZER_BYTES = (
     40  # AdamW reads four numbers and writes three; the norm reads, clipping does both
 )
 OPTIMIZER_CALLS = 200  # operations of a step that are not the model's
-BUS = 0.8  # of a link's rate that NCCL was seen to reach
+BUS = 0.8  # fraction of a link's rate that NCCL reaches
 LATENCY_S = 2e-5  # of one collective
-FIRST_S = 4e-3  # until a GPU that the last step left empty has work again
-HOST_ADAM = 100e9  # bytes per second of AdamW on a server's processor
-OVERLAP = 0.9  # of communication that hides under computing, at most
+FIRST_S = 4e-3  # until an idle GPU has work queued again
+HOST_ADAM = 100e9  # bytes per second of AdamW on a server CPU
+OVERLAP = 0.9  # maximum fraction of communication that overlaps with computation
 
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds of one optimizer step, by what they go to. They add up."""
+    """Seconds of one optimizer step, by cause. They add up."""
 
     matrices: float
-    memory: float  # kernels that only move numbers
-    host: float  # Python, where the device waits for it
-    tensor: float  # messages between tensor ranks
-    data_parallel: float  # messages of gradients and shards that computing does not hide
-    bubble: float  # a pipeline filling and draining
+    memory: float  # memory-bound kernels
+    host: float  # launch overhead that is not hidden
+    tensor: float  # communication between tensor ranks
+    data_parallel: float  # exposed communication of gradients and shards
+    bubble: float  # of the pipeline
     optimizer: float
-    loading: float  # samples that are not ready in time
+    loading: float  # waiting for data
 
     @property
     def total(self) -> float:
@@ -43,7 +43,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Cluster:
-    """So many devices, `per_node` of them to a machine."""
+    """`world` devices, `per_node` in each node."""
 
     device: Accelerator
     world: int
@@ -54,8 +54,8 @@ class Cluster:
         return math.ceil(self.world / self.per_node)
 
     def bandwidth(self, size: int, stride: int = 1) -> float:
-        """Bytes per second of a ring of `size` ranks, every `stride`-th. Across machines, each rank of
-        a machine brings its own share of the network, up to what the links inside carry."""
+        """Bytes per second of a ring of `size` ranks, every `stride`-th. Across nodes, the
+        network bandwidth of the ranks of a node adds up, limited by the links within it."""
         own = self.device.measured
         link = own.get("link_gb_per_s", BUS * self.device.link_gb_per_s) * 1e9
         if size * stride <= self.per_node:
@@ -66,7 +66,7 @@ class Cluster:
 
 
 def collective(kind: str, whole: float, size: int, bandwidth: float) -> float:
-    """Seconds; `whole` is the array as all ranks together have it, as nccl-tests counts."""
+    """Seconds; `whole` is the size of the full array, as in nccl-tests."""
     if size == 1 or not whole:
         return 0.0
     trips = 2 if kind == "all_reduce" else 1
@@ -74,49 +74,49 @@ def collective(kind: str, whole: float, size: int, bandwidth: float) -> float:
 
 
 @dataclass(frozen=True)
-class Tally:
+class MicroBatchTime:
     """Seconds of one micro-batch's forward and backward pass."""
 
     matrices: float
     memory: float
     tensor: float
-    host: float  # that Python takes to start it all
+    host: float  # launch overhead
 
 
-def tally(load: Load, cluster: Cluster) -> Tally:
+def micro_batch_time(workload: ModelCost, cluster: Cluster) -> MicroBatchTime:
     speeds = Speeds.of(cluster.device)
     matrices = memory = tensor = 0.0
-    for work, _, count in load.work:
-        seconds = count * speeds.seconds(work)
-        if work.kind == "memory":
+    for cost, _, count in workload.ops:
+        seconds = count * speeds.seconds(cost)
+        if cost.kind == "memory":
             memory += seconds
         else:
             matrices += seconds
-    for message, _, count in load.messages:
+    for message, _, count in workload.messages:
         size = len(message.ranks)
         whole = message.bytes * (size if message.kind == "all_gather" else 1)
         tensor += count * collective(message.kind, whole, size, cluster.bandwidth(size))
-    return Tally(matrices, memory, tensor, host_seconds(load.calls, speeds))
+    return MicroBatchTime(matrices, memory, tensor, host_seconds(workload.calls, speeds))
 
 
 def step_time(
     choice: Choice,
     stage: Stage,
-    once: Tally,
+    micro_batch: MicroBatchTime,
     cluster: Cluster,
     *,
     rounded: bool = True,
     loading: float = 0.0,
     fused: float = 1.0,
 ) -> Duration:
-    """Of the slowest rank. `once` is what `stage` does for one micro-batch; `rounded`: FSDP may round
-    this model's weights; `loading`: seconds to load the step's samples, in the background; `fused`:
-    what compiling leaves of the time of small kernels, where that was not recorded."""
+    """Of the slowest rank. `micro_batch`: time of `stage` for one micro-batch; `rounded`: FSDP may cast
+    this model's weights; `loading`: seconds to load the step's samples in the background; `fused`:
+    factor on the time of pointwise kernels, where fusion was not recorded."""
     speeds, layout = Speeds.of(cluster.device), choice.layout
-    matrices, memory, tensor = once.matrices, once.memory * fused, once.tensor
-    waiting = max(0.0, once.host - matrices - memory)
+    matrices, memory, tensor = micro_batch.matrices, micro_batch.memory * fused, micro_batch.tensor
+    waiting = max(0.0, micro_batch.host - matrices - memory)
     busy = matrices + memory + waiting + tensor
-    passes = choice.accumulation * choice.pieces
+    passes = choice.accumulation * choice.microbatches
     bubble = busy * (layout.pipeline - 1) * choice.accumulation
     exposed = _exposed(choice, stage, cluster, busy, rounded)
     optimizer = _optimizer(choice, stage, cluster, speeds)
@@ -134,17 +134,17 @@ def step_time(
 
 
 def _start(speeds: Speeds, waiting: float) -> float:
-    """The step's own few operations; a device that waits anyway is not kept waiting by them."""
+    """Launch overhead of operations outside of the model."""
     return host_seconds(OPTIMIZER_CALLS, speeds) if waiting else FIRST_S * speeds.launch_s / 8e-6
 
 
 def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounded: bool) -> float:
-    """What is left of gathering weights and summing gradients beside `busy` seconds of computing for
-    each micro-batch, two thirds of them backwards."""
-    layout, passes = choice.layout, choice.accumulation * choice.pieces
+    """Communication of weights and gradients that does not overlap with the `busy` seconds of each
+    micro-batch, two thirds of which are its backward pass."""
+    layout, passes = choice.layout, choice.accumulation * choice.microbatches
     gathers = sums = 0.0
     for (kind, size, ranks), times in data_traffic(choice, stage, rounded).items():
-        copies = kind == "all_reduce" and choice.sharded  # of shards, between groups of shards
+        copies = kind == "all_reduce" and choice.sharded  # HSDP: between replicas of shards
         stride = layout.tensor * (layout.shard if copies else 1)
         whole = size * (ranks if kind == "all_gather" else 1)
         seconds = times * collective(kind, whole, ranks, cluster.bandwidth(ranks, stride))
@@ -152,17 +152,17 @@ def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounde
             gathers += seconds
         else:
             sums += seconds
-    if choice.offload != "none" and choice.sharded:  # shards come from the host, and go there
+    if choice.offload != "none" and choice.sharded:  # copies between host and device
         gathers += 2 * passes * FLOAT * stage.numel / layout.shard / _bus(cluster)
         sums += FLOAT * stage.trained / layout.shard / _bus(cluster)
     summing = passes if choice.reduce_each or layout.zero > 1 else 1
-    left = _left(sums, summing * busy * 2 / 3)
-    if layout.zero in (1, 2):  # the new weights, when the step is done
+    left = _not_overlapped(sums, summing * busy * 2 / 3)
+    if layout.zero in (1, 2):  # all-gather of the updated weights
         return left + gathers
-    return left + _left(gathers, passes * busy)
+    return left + _not_overlapped(gathers, passes * busy)
 
 
-def _left(messages: float, computing: float) -> float:
+def _not_overlapped(messages: float, computing: float) -> float:
     return max(messages * (1 - OVERLAP), messages - computing)
 
 
@@ -171,7 +171,7 @@ def _optimizer(choice: Choice, stage: Stage, cluster: Cluster, speeds: Speeds) -
     mine = stage.trained / (layout.shard if not layout.zero else layout.world)
     if choice.offload == "none":
         return OPTIMIZER_BYTES * mine / speeds.bytes
-    sharing = min(cluster.per_node, cluster.world)  # ranks that step on one processor
+    sharing = min(cluster.per_node, cluster.world)  # ranks that share one host
     moved = (FLOAT + choice.low) * mine if layout.zero else 0.0
     return moved / _bus(cluster) + OPTIMIZER_BYTES * mine * sharing / HOST_ADAM
 

@@ -1,19 +1,19 @@
-"""What data parallelism sends in one optimizer step: gathered weights and summed gradients."""
+"""Collectives of data parallelism in one optimizer step: of weights and of gradients."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from muster.plan.held import FLOAT, Stage
-from muster.plan.memory import ZERO_LIVE, Choice, held_bytes
+from muster.plan.memory import ZERO_LIVE, Choice, static_memory
+from muster.plan.shards import FLOAT, Stage
 
-# (kind, bytes that a rank puts in, ranks that take part) → times per optimizer step
+# (kind, input bytes of a rank, size of the group) → times per optimizer step
 Traffic = Counter[tuple[str, int, int]]
 
 
 def data_traffic(choice: Choice, stage: Stage, cast: bool = True) -> Traffic:
-    """Between ranks that see different data. `cast`: FSDP may round this model's weights. DDP's and
-    DeepSpeed's buckets are not told apart: what they carry together counts as one message."""
+    """Between data-parallel ranks. `cast`: FSDP may cast this model's weights. All buckets of DDP and
+    DeepSpeed count as one collective."""
     layout = choice.layout
     if layout.zero:
         return _zero(choice, stage)
@@ -25,10 +25,10 @@ def data_traffic(choice: Choice, stage: Stage, cast: bool = True) -> Traffic:
 
 
 def _fsdp(choice: Choice, stage: Stage, low: int) -> Traffic:
-    """Each block is gathered for its forward and again for its backward pass, the rest once. In a
-    pipeline, what the backward pass of one micro-batch gathered serves the forward pass of another."""
+    """Each block is all-gathered for its forward and again for its backward pass, the rest once. In a
+    pipeline, the forward pass of a micro-batch uses what another's backward pass gathered."""
     layout, shards = choice.layout, choice.layout.shard
-    passes = choice.accumulation * choice.pieces
+    passes = choice.accumulation * choice.microbatches
     blocks, rest = passes * (1 if choice.keep_gathered else 2), passes
     sums = passes if choice.reduce_each else 1
     if layout.pipeline > 1:
@@ -43,21 +43,21 @@ def _fsdp(choice: Choice, stage: Stage, low: int) -> Traffic:
 
 
 def _zero(choice: Choice, stage: Stage) -> Traffic:
-    """Stages 1 and 2 gather the new weights, stage 3 those that each micro-batch needs. Stage 1 sums
-    when the gradients are complete, the others after every micro-batch."""
+    """Stages 1 and 2 all-gather the updated weights, stage 3 the weights for each micro-batch. Stage 1
+    reduces the accumulated gradients, the others after every micro-batch."""
     ranks, low = choice.layout.shard, choice.low
     passes = choice.accumulation
     if choice.layout.zero < 3:
-        own = held_bytes(choice, stage)["master weights"] // FLOAT
+        own = static_memory(choice, stage)["master weights"] // FLOAT
         sums = passes if choice.layout.zero == 2 else 1
         return Counter(
             {("all_gather", low * own, ranks): 1, ("all_reduce", low * stage.trained, ranks): sums}
         )
-    shares = {piece: -(-piece.numel // ranks) for piece in stage.pieces}
-    again = max(0, stage.numel - ZERO_LIVE) // ranks
-    summed = ranks * sum(n for piece, n in shares.items() if piece.trained)
+    shares = {p: -(-p.numel // ranks) for p in stage.parameters}
+    regathered = max(0, stage.numel - ZERO_LIVE) // ranks
+    summed = ranks * sum(n for p, n in shares.items() if p.trained)
     sent: Traffic = Counter()
     sent["all_gather", low * sum(shares.values()), ranks] += passes
-    sent["all_gather", low * again, ranks] += passes if again else 0
+    sent["all_gather", low * regathered, ranks] += passes if regathered else 0
     sent["reduce_scatter", low * summed, ranks] += passes
     return +sent

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -31,6 +31,7 @@ class Key:
     default: Any
     description: str
     off: bool = False  # a section that is null unless it is given
+    resume: Literal["fixed", "free"] | None = None  # None: its section says it, or its own keys do
 
     @property
     def is_section(self) -> bool:
@@ -60,6 +61,7 @@ def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Ite
             default=entry.get("default"),
             description=entry.get("description") or (section or {}).get("description", ""),
             off=section is not None and "default" in entry and entry["default"] is None,
+            resume=entry.get("resume"),
         )
         if section is not None:
             yield from _walk(section, definitions, dotted + ".")

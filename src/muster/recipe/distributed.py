@@ -1,4 +1,4 @@
-"""`distributed`: where the work runs. Nothing here changes what is computed."""
+"""`distributed`: how a run is distributed. Nothing here changes what is computed."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from muster.recipe.section import Auto, Count, Positive, Section
+from muster.recipe.section import Auto, Count, Positive, Section, free
 
 
 class DDP(Section):
-    """Distributed data parallel: each rank holds the whole model."""
+    """DistributedDataParallel: each rank holds the whole model."""
 
-    bucket_mb: Annotated[float, Field(gt=0)] = Field(
-        25.0, description="Gradients travel in buckets of this size, in MB."
+    bucket_mb: Annotated[float, Field(gt=0)] = free(
+        25.0, description="Size of a gradient bucket, in MB."
     )
-    find_unused_parameters: bool = Field(
-        False, description="Search for parameters that took no part in the loss. Costs time."
+    find_unused_parameters: bool = free(
+        False, description="Search for parameters that did not contribute to the loss. Costs time."
     )
-    static_graph: bool = Field(
-        False, description="Promise that every step uses the same parameters in the same order."
+    static_graph: bool = free(
+        False, description="Every step uses the same parameters in the same order."
     )
-    compression: Literal["none", "bf16", "fp16"] = Field(
-        "none", description="Gradients travel as these numbers. Halves the traffic, rounds the sum."
+    compression: Literal["none", "bf16", "fp16"] = free(
+        "none",
+        description="All-reduce gradients in this precision. Halves the traffic, rounds the sum.",
     )
 
 
 class FSDP(Section):
-    """Fully sharded data parallel: parameters, gradients and optimizer in shards."""
+    """Fully sharded data parallel: parameters, gradients and optimizer state are sharded."""
 
-    sharding: Literal["full_shard", "shard_grad_op"] = Field(
+    sharding: Literal["full_shard", "shard_grad_op"] = free(
         "full_shard",
         description="`shard_grad_op` keeps the gathered parameters from the forward to the backward "
-        "pass: more memory, one gathering less.",
+        "pass: more memory, one all-gather less.",
     )
-    wrap: list[str] = Field(
+    wrap: list[str] = free(
         [],
-        description="Classes whose instances are gathered one at a time. Default: the model's blocks.",
+        description="Classes whose instances are sharded as one unit each. Default: the model's blocks.",
     )
 
     @field_validator("wrap", mode="before")
@@ -44,88 +45,90 @@ class FSDP(Section):
     def _one_name(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    forward_prefetch: bool = Field(
+    forward_prefetch: bool = free(
         False,
-        description="Ask for the next block's parameters before this one computes forwards, for hosts "
-        "too slow to run ahead of the GPU; one block more is in memory.",
+        description="Start the all-gather of the next block's parameters before this block's forward pass, for "
+        "hosts that launch kernels too slowly; one block more is in memory.",
     )
-    backward_prefetch: bool = Field(
-        True, description="Gather the next block's parameters while this one computes backwards."
+    backward_prefetch: bool = free(
+        True,
+        description="Overlap the all-gather of the next block's parameters with this block's backward pass.",
     )
-    cpu_offload: bool = Field(
-        False, description="Shards rest in host memory, and the optimizer steps there."
+    cpu_offload: bool = free(
+        False, description="Keep shards in host memory and run the optimizer there."
     )
-    reduce_each_micro_batch: bool = Field(
+    reduce_each_micro_batch: bool = free(
         False,
-        description="With gradient accumulation, sum gradients among ranks after every micro-batch "
-        "and keep shards, instead of whole gradients until the last: less memory, more traffic.",
+        description="With gradient accumulation, reduce-scatter gradients after every micro-batch "
+        "instead of keeping unsharded gradients until the last: less memory, more traffic.",
     )
 
 
 class DeepSpeed(Section):
     """ZeRO through DeepSpeed. Its JSON is generated from the recipe."""
 
-    config: str | None = Field(
+    config: str | None = free(
         None,
-        description="A ready DeepSpeed JSON: its other keys are kept, and what contradicts the recipe is refused.",
+        description="A DeepSpeed JSON file: its other keys are kept, and what contradicts the recipe is refused.",
     )
-    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where the optimizer's state rests; nvme needs zero3."
+    offload_optimizer: Literal["none", "cpu", "nvme"] = free(
+        "none", description="Offload the optimizer's state to; nvme needs zero3."
     )
-    offload_param: Literal["none", "cpu", "nvme"] = Field(
-        "none", description="Where parameters rest between uses; zero3 only."
+    offload_param: Literal["none", "cpu", "nvme"] = free(
+        "none", description="Offload parameters to; zero3 only."
     )
-    nvme_path: str | None = Field(None, description="A folder on the NVMe disk, for nvme.")
+    nvme_path: str | None = free(None, description="A folder on the NVMe disk, for nvme.")
 
 
 class TensorOptions(Section):
-    """Tensor parallelism: each matrix in pieces, one batch for all."""
+    """Tensor parallelism: each matrix is sharded, all ranks have the same batch."""
 
-    sequence_parallel: bool = Field(
-        True, description="Between the split matrices, each rank keeps a stretch of the sequence."
+    sequence_parallel: bool = free(
+        True, description="Shard activations along the sequence between the split matrices."
     )
-    loss_parallel: bool = Field(
-        True, description="Each rank keeps its part of the vocabulary's logits up to the loss."
+    loss_parallel: bool = free(
+        True, description="Compute the loss on logits sharded along the vocabulary."
     )
 
 
 class PipelineOptions(Section):
-    """Pipeline parallelism: each rank holds some layers, micro-batches flow through."""
+    """Pipeline parallelism: each rank holds some layers, and micro-batches pass through the ranks."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
-        "1f1b", description="In which order micro-batches go forwards and backwards."
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = free(
+        "1f1b", description="Order of the micro-batches' forward and backward passes."
     )
-    stages_per_rank: Positive | Auto = Field(
+    stages_per_rank: Positive | Auto = free(
         "auto",
         description="Stages each rank holds. `auto`: 2 for interleaved and zero-bubble, else 1.",
     )
-    microbatches: Positive | Auto = Field(
+    microbatches: Positive | Auto = free(
         "auto",
-        description="Pieces of each micro-batch that flow. `auto`: up to 4 per pipeline rank.",
+        description="Number of micro-batches in the pipeline schedule. `auto`: up to 4 per pipeline rank.",
     )
 
 
 class Distributed(Section):
-    devices: Positive | Auto = Field(
+    devices: Positive | Auto = free(
         "auto", description="Ranks on this machine; `--gpus N` sets it."
     )
     strategy: Literal[
         "auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid"
-    ] = Field(
+    ] = free(
         "auto",
-        description="How the work is split. `auto` takes the simplest that fits; `hybrid` multiplies the four sizes below.",
+        description="Parallelism strategy. `auto` takes the fastest that fits by the planner's estimate, and of those within 8 % of it "
+        "the simplest (on CPUs: ddp if the model fits, else fsdp); `hybrid` multiplies the four sizes below.",
     )
-    replicate: Positive | Auto = Field("auto", description="Copies of the model (hsdp, hybrid).")
-    shard: Positive | Auto = Field(
-        "auto", description="Ranks that share one copy in shards (hsdp, hybrid)."
+    replicate: Positive | Auto = free("auto", description="Replicas of the model (hsdp, hybrid).")
+    shard: Positive | Auto = free(
+        "auto", description="Ranks that shard one replica (hsdp, hybrid)."
     )
-    tensor: Positive | Auto = Field(
+    tensor: Positive | Auto = free(
         "auto", description="Ranks that split each matrix (tensor, hybrid)."
     )
-    pipeline: Positive | Auto = Field(
+    pipeline: Positive | Auto = free(
         "auto", description="Ranks that split the layers (pipeline, hybrid)."
     )
-    backend: Literal["auto", "nccl", "gloo"] = Field(
+    backend: Literal["auto", "nccl", "gloo"] = free(
         "auto", description="nccl for GPUs, gloo for CPUs."
     )
     ddp: DDP = Field(default_factory=lambda: DDP())
@@ -133,22 +136,22 @@ class Distributed(Section):
     deepspeed: DeepSpeed = Field(default_factory=lambda: DeepSpeed())
     tensor_options: TensorOptions = Field(default_factory=lambda: TensorOptions())
     pipeline_options: PipelineOptions = Field(default_factory=lambda: PipelineOptions())
-    sync_batchnorm: bool = Field(
+    sync_batchnorm: bool = free(
         True,
-        description="Where the model has batch normalisation, share its statistics among ranks.",
+        description="Synchronize the statistics of batch normalisation over all ranks (SyncBatchNorm).",
     )
-    timeout_s: Annotated[float, Field(gt=0)] = Field(
+    timeout_s: Annotated[float, Field(gt=0)] = free(
         600.0,
-        description="The longest any rank waits for another before the run ends with a reason.",
+        description="Timeout of collectives, in seconds; the run then ends with a reason.",
     )
-    stall_s: Annotated[float, Field(gt=0)] | Auto = Field(
+    stall_s: Annotated[float, Field(gt=0)] | Auto = free(
         "auto",
-        description="A rank that gets no further for so long is stalled: every rank writes down where "
-        "it stands, and the run ends with the one that held the others up. `auto`: 0.9 × timeout_s.",
+        description="Seconds without progress after which a rank is stalled: every rank writes its stack "
+        "trace, and the run ends with the rank that blocked the others. `auto`: 0.9 × timeout_s.",
     )
-    max_restarts: Count = Field(
+    max_restarts: Count = free(
         3,
-        description="How often in a row, without a new checkpoint, a run whose rank was killed starts again.",
+        description="Restarts in a row, without a new checkpoint, after a rank was killed.",
     )
 
     @property

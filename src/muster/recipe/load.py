@@ -241,7 +241,7 @@ def _finish(config: DictConfig) -> Loaded:
 
 
 def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
-    """pydantic's verdict in one line. It speaks once per branch of a union and in its own terms, so
+    """pydantic's errors in one line. It reports each branch of a union, in its own terms, so
     only the key is taken from it; what was given and what would be right come from the schema."""
     required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
     document = {**{name: {} for name in required}, **document}

@@ -1,4 +1,4 @@
-"""Where a job is sent: what SLURM and Kubernetes must be told beside the recipe's maths."""
+"""Settings of SLURM and Kubernetes jobs."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from muster.recipe.section import Positive, Section
+from muster.recipe.section import Positive, Section, free
 
 
 class Slurm(Section):
     """`--on slurm`."""
 
-    partition: str | None = Field(None, description="Partition; default: the cluster's own.")
-    account: str | None = Field(None, description="Account to charge.")
-    qos: str | None = Field(None, description="Quality of service.")
-    time: str | None = Field(
+    partition: str | None = free(None, description="Partition; default: the cluster's own.")
+    account: str | None = free(None, description="Account to charge.")
+    qos: str | None = free(None, description="Quality of service.")
+    time: str | None = free(
         None, description="Time limit as sbatch takes it, in quotes: '24:00:00', '2-00:00:00'."
     )
-    tasks: Literal["node", "gpu"] = Field(
+    tasks: Literal["node", "gpu"] = free(
         "node",
         description="`node`: one task per node, which starts a rank per GPU; `gpu`: one task per GPU.",
     )
-    cpus_per_rank: Positive = Field(8, description="CPU cores for each rank.")
-    signal_s: Annotated[int, Field(gt=0, le=65535)] = Field(
+    cpus_per_rank: Positive = free(8, description="CPU cores for each rank.")
+    signal_s: Annotated[int, Field(gt=0, le=65535)] = free(
         90, description="Seconds before the time limit at which the run saves and ends."
     )
-    requeue: bool = Field(
+    requeue: bool = free(
         True, description="Queue the job again after a preemption or its time limit."
     )
-    setup: list[str] = Field(
+    setup: list[str] = free(
         [],
         description="Shell lines before training: `module load cuda`, `source env/bin/activate`.",
     )
-    options: list[str] = Field(
+    options: list[str] = free(
         [], description="More #SBATCH options, as written: `--exclusive`, `--gres=gpu:a100:4`."
     )
 
@@ -69,7 +69,7 @@ class Slurm(Section):
         limit = None if self.time is None else in_seconds(self.time)
         if limit is not None and limit <= self.signal_s + 60:  # SLURM may warn a minute early
             raise ValueError(
-                f"slurm.time {self.time} leaves no time to train: the run is told to save "
+                f"slurm.time {self.time} leaves no time to train: the run is signalled to save "
                 f"slurm.signal_s={self.signal_s} and up to 60 s before it"
             )
         return self
@@ -113,37 +113,39 @@ def in_seconds(limit: str) -> int | None:
 class Kubernetes(Section):
     """`--on kubernetes`."""
 
-    image: str | None = Field(None, description="Container image with muster in it; needed.")
-    namespace: str = Field("default", description="Namespace of the job.")
-    kind: Literal["auto", "trainjob", "job"] = Field(
+    image: str | None = free(None, description="Container image with muster in it; needed.")
+    namespace: str = free("default", description="Namespace of the job.")
+    kind: Literal["auto", "trainjob", "job"] = free(
         "auto",
-        description="`trainjob` for Kubeflow's operator, `job` for a plain Indexed Job; `auto` asks "
-        "the cluster, and without one writes a plain job.",
+        description="`trainjob` for Kubeflow's operator, `job` for a plain Indexed Job; `auto` detects "
+        "it, and without a cluster writes a plain job.",
     )
-    runtime: str = Field("torch-distributed", description="Kubeflow runtime a TrainJob refers to.")
-    gpu_resource: str = Field("nvidia.com/gpu", description="amd.com/gpu on ROCm.")
-    infiniband: str | None = Field(
+    runtime: str = free("torch-distributed", description="Kubeflow runtime a TrainJob refers to.")
+    gpu_resource: str = free("nvidia.com/gpu", description="amd.com/gpu on ROCm.")
+    infiniband: str | None = free(
         None,
         description="RDMA resource of which each pod gets one, such as rdma/hca_shared_devices_a; "
         "also allows locked memory (IPC_LOCK).",
     )
-    cpus: Positive = Field(8, description="CPU cores each pod asks for.")
-    memory: str = Field("64Gi", description="Host memory each pod asks for.")
-    shared_memory: str = Field(
-        "16Gi", description="Size of /dev/shm, through which ranks talk; a part of `memory`."
+    cpus: Positive = free(8, description="CPU cores each pod asks for.")
+    memory: str = free("64Gi", description="Host memory each pod asks for.")
+    shared_memory: str = free(
+        "16Gi",
+        description="Size of /dev/shm, used for communication between ranks; a part of `memory`.",
     )
-    volume_claim: str | None = Field(
+    volume_claim: str | None = free(
         None, description="PersistentVolumeClaim for data and runs; several nodes need one."
     )
-    mount_path: str = Field(
+    mount_path: str = free(
         "/workspace", description="Where the claim is mounted; relative paths start here."
     )
-    user: Positive = Field(1000, description="User id inside the container; never root.")
-    restarts: Positive = Field(
-        3, description="Times each pod may fail before the job is given up; preemption is free."
+    user: Positive = free(1000, description="User id inside the container; never root.")
+    restarts: Positive = free(
+        3,
+        description="backoffLimit: failures of each pod before the job fails, without preemptions.",
     )
-    grace_s: Positive = Field(
-        120, description="Seconds a pod that must go has for its step and its checkpoint."
+    grace_s: Positive = free(
+        120, description="terminationGracePeriodSeconds: for the current step and a checkpoint."
     )
 
     @field_validator("namespace", "runtime", "volume_claim")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,3 +19,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def fixed(*default: Any, **options: Any) -> Any:
+    """A key that a run must keep when it goes on from a checkpoint: it decides what is computed."""
+    return Field(*default, json_schema_extra={"resume": "fixed"}, **options)
+
+
+def free(*default: Any, **options: Any) -> Any:
+    """A key that may change when a run goes on from a checkpoint."""
+    return Field(*default, json_schema_extra={"resume": "free"}, **options)

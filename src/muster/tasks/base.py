@@ -1,4 +1,4 @@
-"""What a workload is: a model, its data, its loss and its score. It knows nothing of ranks."""
+"""A task: a model, its data, its loss and its metrics. It does not depend on ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from muster.recipe.schema import Recipe
 
 Counts = dict[str, float]
 Lengths = NDArray[np.float64]
-Anyone = Callable[[bool], bool]  # this rank is not done → some rank is not done
+AnyRank = Callable[[bool], bool]  # this rank is not done → some rank is not done
 
 
 @dataclass(frozen=True)
 class Example:
-    """One scored sample, for the table of the worst."""
+    """One scored sample, for the table of worst samples."""
 
     id: int
     reference: str
@@ -47,15 +47,15 @@ class Task(Protocol):
         ...
 
     def build_model(self) -> nn.Module:
-        """The whole model; on the meta device, without memory, when the caller asks torch for that."""
+        """The whole model, on the caller's default device."""
         ...
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        """Layers `start` … `stop - 1` of a model whose plan says that it may be cut."""
+        """Layers `start` … `stop - 1` of a model with a pipeline plan."""
         ...
 
     def weights(self) -> Weights | None:
-        """Initial values by parameter; None where `build_model` itself draws them."""
+        """Initial values by parameter; None where `build_model` initializes them."""
         ...
 
     def source(self, split: Split) -> Source | None:
@@ -67,14 +67,14 @@ class Task(Protocol):
     ) -> Batch:
         """Pad samples into CPU tensors. `epoch` keys augmentation; None means none (evaluation).
 
-        `longest` is the greatest length in the global batch, for models that look at padding: what
-        they compute then does not depend on how the batch was cut.
+        `longest` is the greatest length in the global batch, for models whose output depends on
+        padding: the result then does not depend on how the batch was split.
         """
         ...
 
     def windows(self, lengths: Lengths, *, training: bool) -> Lengths | None:
-        """What samples of these lengths are padded to, learnt from or scored; None where the model
-        does not look at padding. Samples of different windows are never scored in one batch."""
+        """What samples of these lengths are padded to; None where the output does not depend on padding.
+        Samples of different windows are never scored in one batch."""
         ...
 
     def prepare(self, batch: Batch) -> Batch:
@@ -85,9 +85,9 @@ class Task(Protocol):
         """What the model is called with."""
         ...
 
-    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
-        """What the model is called with when it is scored. A model that answers step by step goes
-        on while `anyone` has unfinished rows: a step may take all ranks."""
+    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
+        """What the model is called with in evaluation. An autoregressive model continues while `any_rank`
+        has unfinished rows, since a step may have collectives."""
         ...
 
     def loss(self, output: Any, batch: Batch) -> Tensor:

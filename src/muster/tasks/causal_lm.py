@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from muster import models
-from muster.data import corpus, tokens
+from muster.data import corpus
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch, Inputs
-from muster.data.packing import PackedSample, PackedSource
-from muster.data.tokens import Tokenizer
+from muster.data.text import tokenizers as tokens
+from muster.data.text.packing import PackedSample, PackedSource
+from muster.data.text.tokenizers import Tokenizer
 from muster.errors import RecipeError
 from muster.models.attention import DecoderConfig, RopeScaling
 from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.base import AnyRank, Counts, Lengths, Score
 from muster.tasks.likelihood import negative_log_likelihood
 
 
@@ -59,7 +60,7 @@ class CausalLM:
     def weights(self) -> Weights:
         base: Weights = FreshWeights(self.recipe.seed, lambda name: initial_std(self.config, name))
         if self.recipe.model.pretrained:
-            from muster.models.huggingface import FolderWeights
+            from muster.models.huggingface.folder import FolderWeights
 
             self._folder = self._folder or _pretrained(self.recipe)
             assert self._folder is not None
@@ -111,7 +112,7 @@ class CausalLM:
         names = ("positions", "documents") if self.recipe.data.isolate_documents else ()
         return Inputs((batch["tokens"],), {name: batch[name] for name in names})
 
-    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
         return self.inputs(batch)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -137,7 +138,7 @@ class CausalLM:
     def _configure(self) -> DecoderConfig:
         wanted = self.recipe.model
         if self._folder is not None:
-            from muster.models import huggingface
+            from muster.models.huggingface import folder as huggingface
 
             self.family = huggingface.read_family(self._folder)
             config = huggingface.read_config(self._folder)
@@ -151,7 +152,7 @@ class CausalLM:
         language = [n for n, c in models.PRESETS.items() if isinstance(c, DecoderConfig)]
         if not isinstance(models.PRESETS.get(wanted.preset), DecoderConfig):
             raise RecipeError(
-                f"model.preset: {wanted.preset!r} is no language model; take one of "
+                f"model.preset: {wanted.preset!r} is no language model; use one of "
                 f"{', '.join(language)}"
             )
         found = models.configure(wanted.preset, vocab=vocab, dropout=wanted.dropout)
@@ -195,7 +196,7 @@ class CausalLM:
 def _pretrained(recipe: Recipe) -> Path | None:
     if recipe.model.pretrained is None:
         return None
-    from muster.models import huggingface
+    from muster.models.huggingface import folder as huggingface
 
     return huggingface.locate(recipe.model.pretrained)
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from muster import models
 from muster.data import corpus
 from muster.data.corpus import Split
-from muster.data.images import Images, ImageSample, ImageSource, find_classes, read
+from muster.data.images.source import Images, ImageSample, ImageSource, find_classes, read
 from muster.data.loader import Batch
 from muster.errors import RecipeError
 from muster.models.resnet import MnistNetConfig, ResNetConfig
 from muster.recipe.schema import Model, Recipe
-from muster.tasks.base import Anyone, Counts, Example, Inputs, Lengths, Score
+from muster.tasks.base import AnyRank, Counts, Example, Inputs, Lengths, Score
 
 RESNET_SIZE = 224  # pixels a side, unless data.image_size says otherwise
 MNIST_SIZE = 28
@@ -35,7 +35,7 @@ class ImageClassification:
         self._sources: dict[Split, ImageSource | None] = {}
         self._training_images: Images | None = None
         self.preset = _image_preset(recipe.model)
-        assets = assets or self._learn_from_training_data()
+        assets = assets or self._assets_from_training_data()
         self.assets = {name: assets[name] for name in ASSETS}
         self.classes: list[int | str] = self.assets["classes"]
         self.channels: int = self.assets["channels"]
@@ -50,7 +50,9 @@ class ImageClassification:
         return models.build(self.recipe.model.preset, **fields)
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError("distributed.strategy: a model of images is not cut into stages")
+        raise RecipeError(
+            "distributed.strategy: an image model cannot be split into pipeline stages"
+        )
 
     def weights(self) -> None:
         return None
@@ -86,17 +88,19 @@ class ImageClassification:
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["images"],))
 
-    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
         return self.inputs(batch)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(output.float(), batch["labels"], reduction="sum")
 
     def score(self, output: Tensor, batch: Batch) -> Score:
-        labels, guesses = batch["labels"].tolist(), output.argmax(-1).tolist()
+        labels, predictions = batch["labels"].tolist(), output.argmax(-1).tolist()
         examples = [
-            Example(i, str(self.classes[label]), str(self.classes[guess]), int(label != guess))
-            for i, label, guess in zip(batch.ids, labels, guesses, strict=True)
+            Example(
+                i, str(self.classes[label]), str(self.classes[prediction]), int(label != prediction)
+            )
+            for i, label, prediction in zip(batch.ids, labels, predictions, strict=True)
         ]
         wrong = sum(example.edits for example in examples)
         counts = {
@@ -114,7 +118,7 @@ class ImageClassification:
             "images": images,
         }
 
-    def _learn_from_training_data(self) -> dict[str, Any]:
+    def _assets_from_training_data(self) -> dict[str, Any]:
         """What a checkpoint needs in order to classify without the training data."""
         images = self._images("train")
         assert images is not None
@@ -166,7 +170,7 @@ class ImageClassification:
 
 
 def _image_preset(wanted: Model) -> ResNetConfig | MnistNetConfig:
-    """The preset, if it is one of images and no key is set that would change nothing."""
+    """The preset, if it is an image model and no key is set that it does not use."""
     try:
         config = models.configure(wanted.preset)
     except ValueError as error:
@@ -176,7 +180,7 @@ def _image_preset(wanted: Model) -> ResNetConfig | MnistNetConfig:
             n for n, c in models.PRESETS.items() if isinstance(c, ResNetConfig | MnistNetConfig)
         ]
         raise RecipeError(
-            f"model.preset: {wanted.preset} is not a model of images; image-classification takes "
+            f"model.preset: {wanted.preset} is not an image model; image-classification takes "
             f"{', '.join(known)}"
         )
     for key in ("pretrained", "vocab_size", "lora", "norm", "dropout"):

@@ -1,4 +1,4 @@
-"""The loss of models that write tokens."""
+"""The loss of models that predict tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def negative_log_likelihood(
 ) -> Tensor:
     """In nats, of the targets `[batch, time]` that count, from `[batch, time, vocab or more]`.
 
-    Columns beyond the vocabulary are cut off, or, where a compiler will fuse it, ruled out: rows
-    that stay aligned are read and written faster. Smoothing would spread over them too.
+    Columns beyond the vocabulary are sliced off, or when compiling, masked: aligned rows are faster.
+    Label smoothing would include masked columns.
     """
     logits = logits.flatten(0, 1)
     if logits.shape[-1] > vocab and torch.compiler.is_compiling() and not label_smoothing:

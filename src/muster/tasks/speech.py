@@ -1,4 +1,4 @@
-"""What the two speech tasks share: their clips, SpecAugment's draws, the score of words."""
+"""Shared by the two speech tasks: clips, SpecAugment, word error rate."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from muster.data import corpus
 from muster.data.corpus import Split
-from muster.data.features import Augmentation, draw
-from muster.data.speech import SpeechLimits, SpeechSample, SpeechSource
+from muster.data.speech.features import Augmentation, draw
+from muster.data.speech.source import SpeechLimits, SpeechSample, SpeechSource
 from muster.evaluate.error_rates import EditCounts, count
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Example, Score
@@ -27,7 +27,7 @@ def speech_files(recipe: Recipe, split: Split) -> list[Path]:
 def speech_source(
     recipe: Recipe, split: Split, *, lowercase: bool, longest: float = float("inf")
 ) -> SpeechSource:
-    """The clips of a split. `longest` is the most seconds that the model takes."""
+    """The clips of a split. `longest` is the model's maximum in seconds."""
     data = recipe.data
     limits = SpeechLimits(
         sample_rate=data.sample_rate,
@@ -46,8 +46,8 @@ def pad_waves(samples: Sequence[SpeechSample], size: int | None = None) -> Tenso
     """`[clips, size]`, zeros after each clip; by default as long as the longest."""
     waves = np.zeros((len(samples), size or max(len(s.samples) for s in samples)), np.float32)
     for row, sample in zip(waves, samples, strict=True):
-        held = sample.samples[: len(row)]  # rounding may have left a sample too many
-        row[: len(held)] = held
+        clip = sample.samples[: len(row)]  # may be a sample longer by rounding
+        row[: len(clip)] = clip
     return torch.from_numpy(waves)
 
 
@@ -68,8 +68,8 @@ def augmentation(
 
 
 def word_score(clips: Iterable[tuple[int, str, str]]) -> Score:
-    """From (id, reference, hypothesis) of each clip. One without a reference says nothing that
-    counts, or turned out broken."""
+    """From (id, reference, hypothesis) of each clip. One without a reference is empty after
+    normalisation, or broken."""
     total, examples = EditCounts(), []
     for sample_id, reference, hypothesis in clips:
         if not reference:

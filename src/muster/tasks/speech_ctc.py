@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from muster import models
 from muster.data.corpus import Split
-from muster.data.features import LogMel, apply_masks
 from muster.data.loader import Batch, Inputs
-from muster.data.speech import SpeechSample, SpeechSource, check_characters
-from muster.data.text import Vocabulary, build_vocabulary
+from muster.data.speech.features import LogMel, apply_masks
+from muster.data.speech.source import SpeechSample, SpeechSource, check_characters
+from muster.data.speech.vocabulary import Vocabulary, build_vocabulary
 from muster.errors import RecipeError
 from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.ngram import NGram, build, read_arpa
-from muster.models.on_gpu import for_gpu
+from muster.models.gpu_kernels import for_gpu
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.base import AnyRank, Counts, Lengths, Score
 from muster.tasks.speech import (
     augmentation,
     pad_waves,
@@ -111,12 +111,14 @@ class SpeechCTC:
         features, frames = self.logmel(batch["samples"], batch["lengths"], warp)
         if "bands" in batch.tensors:
             features = apply_masks(features, frames, batch["bands"], batch["stretches"])
-        if for_gpu(features):  # a GPU library prepares for every new shape: have few
+        if for_gpu(features):  # few shapes: cuDNN benchmarks each one
             features = F.pad(features, (0, 0, 0, -features.shape[1] % FRAME_MULTIPLE))
         return batch.adding(features=features, frames=frames)
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError("distributed.strategy: an acoustic model is not cut into stages")
+        raise RecipeError(
+            "distributed.strategy: an acoustic model cannot be split into pipeline stages"
+        )
 
     def weights(self) -> None:
         return None
@@ -124,15 +126,15 @@ class SpeechCTC:
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["features"], batch["frames"]))
 
-    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
+    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
         return self.inputs(batch)
 
     def loss(self, output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         logits, lengths = output
         log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
-        spoken = batch["target_lengths"]  # none where a clip turned out broken: it teaches nothing
-        losses = F.ctc_loss(log_probs, batch["targets"], lengths, spoken, reduction="none")
-        return (losses * (spoken > 0)).sum()
+        target_lengths = batch["target_lengths"]  # 0 for a broken clip
+        losses = F.ctc_loss(log_probs, batch["targets"], lengths, target_lengths, reduction="none")
+        return (losses * (target_lengths > 0)).sum()
 
     def score(self, output: tuple[Tensor, Tensor], batch: Batch) -> Score:
         ends = batch["target_lengths"].cumsum(0).tolist()
@@ -167,8 +169,8 @@ class SpeechCTC:
         return found
 
     def _language_model(self, saved: dict[str, Any] | None) -> NGram | None:
-        """`evaluation.ngram`: a file, or `train`: made of the training transcripts, once, and kept
-        with the checkpoint so that using it takes no training data."""
+        """`evaluation.ngram`: a file, or `train`: built from the training transcripts and saved in
+        the checkpoint, so that inference needs no training data."""
         wanted = self.recipe.evaluation.ngram
         if wanted is None:
             return None
@@ -180,7 +182,7 @@ class SpeechCTC:
         return speech_source(self.recipe, split, lowercase=True)
 
     def _usable(self, source: SpeechSource, split: Split) -> SpeechSource:
-        """Every transcript can be spelled and, for training, fits into its clip's frames."""
+        """Check that transcripts can be encoded and, for training, fit into their clips' frames."""
         check_characters(source, self.vocabulary, self.recipe.data.unknown_characters == "drop")
         if split == "train":
             model_frames = self._frames_per_clip(source)

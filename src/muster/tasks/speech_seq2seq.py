@@ -15,25 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster import models
-from muster.data import windows
-from muster.data.audio import SAMPLE_RATE
 from muster.data.corpus import Split
-from muster.data.features import apply_masks
 from muster.data.loader import IGNORE, Batch, Inputs
-from muster.data.speech import SpeechSample, SpeechSource
-from muster.data.whisper_features import HOP, WhisperLogMel
-from muster.data.whisper_targets import pair
-from muster.data.whisper_text import WhisperTokens, in_time
+from muster.data.speech import windows
+from muster.data.speech.audio import SAMPLE_RATE
+from muster.data.speech.features import apply_masks
+from muster.data.speech.source import SpeechSample, SpeechSource
+from muster.data.speech.whisper_features import HOP, WhisperLogMel
+from muster.data.speech.whisper_targets import pair
+from muster.data.speech.whisper_text import WhisperTokens, timestamps_in_range
 from muster.errors import RecipeError
 from muster.evaluate.normalise import make_normaliser, read_spelling
-from muster.models import huggingface, whisper_folder
-from muster.models.on_gpu import for_gpu
+from muster.models.gpu_kernels import for_gpu
+from muster.models.huggingface import folder as huggingface
 from muster.models.weights import Weights
-from muster.models.whisper import FreshWhisper, Whisper, WhisperConfig
-from muster.models.whisper_folder import Generation
-from muster.models.whisper_search import Search
+from muster.models.whisper import folder as whisper_folder
+from muster.models.whisper.folder import Generation
+from muster.models.whisper.model import FreshWhisper, Whisper, WhisperConfig
+from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Anyone, Counts, Lengths, Score
+from muster.tasks.base import AnyRank, Counts, Lengths, Score
 from muster.tasks.likelihood import negative_log_likelihood
 from muster.tasks.speech import (
     augmentation,
@@ -57,7 +58,7 @@ class SpeechSeq2Seq:
         self._folder: Path | None = None
         if recipe.data.sample_rate != SAMPLE_RATE:
             raise RecipeError(
-                f"data.sample_rate: Whisper hears {SAMPLE_RATE} Hz, not {recipe.data.sample_rate}; leave it "
+                f"data.sample_rate: Whisper needs {SAMPLE_RATE} Hz, not {recipe.data.sample_rate}; leave it "
                 "out, and clips of other rates are resampled"
             )
         if assets is None:
@@ -93,13 +94,13 @@ class SpeechSeq2Seq:
 
     @cached_property
     def buckets(self) -> tuple[float, ...]:
-        """Window lengths to choose from, in seconds, that make the training clips pad least."""
+        """Window lengths to choose from, in seconds, that minimize the padding of the training clips."""
         source = self.source("train")
         assert source is not None
         found = windows.choose_lengths(
             source.lengths, self.recipe.data.buckets, longest=self._longest
         )
-        return tuple(sorted({*found, self._longest}))  # a clip to be scored may be longer
+        return tuple(sorted({*found, self._longest}))  # a clip in evaluation may be longer
 
     def build_model(self) -> nn.Module:
         model = Whisper(self.config, freeze_encoder=self.recipe.model.freeze_encoder)
@@ -110,7 +111,9 @@ class SpeechSeq2Seq:
         return model
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError("distributed.strategy: Whisper is not cut into stages; take ddp or fsdp")
+        raise RecipeError(
+            "distributed.strategy: Whisper cannot be split into pipeline stages; use ddp or fsdp"
+        )
 
     def weights(self) -> Weights:
         base: Weights = FreshWhisper(self.recipe.seed)
@@ -128,19 +131,21 @@ class SpeechSeq2Seq:
         if split not in self._sources:
             found = self._read(split) if speech_files(self.recipe, split) else None
             if found is not None and self.recipe.data.timestamps:
-                found.keep([in_time(text) for text in found.texts], "a mark of time beyond 30 s")
+                found.keep(
+                    [timestamps_in_range(text) for text in found.texts], "a timestamp beyond 30 s"
+                )
             if found is not None and split == "train":
                 self._fit_texts(found)
             self._sources[split] = found
         return self._sources[split]
 
     def windows(self, lengths: Lengths, *, training: bool) -> Lengths:
-        """A clip to be scored that is longer than a fixed window gets all that the encoder has."""
+        """A clip in evaluation that is longer than a fixed window gets the encoder's maximum."""
         asked: float | str = self.recipe.data.window
         if not training and self.recipe.evaluation.window != "auto":
             asked = self.recipe.evaluation.window
         choice = self.buckets if isinstance(asked, str) else (asked,)
-        return windows.round_up_all(lengths, choice, self._longest)
+        return windows.round_up(lengths, choice, self._longest)
 
     def collate(
         self, samples: Sequence[SpeechSample], epoch: int | None, longest: float | None = None
@@ -155,7 +160,7 @@ class SpeechSeq2Seq:
             self.prompt,
             self.tokens.encode_all([s.text for s in samples], self.recipe.data.timestamps),
             self.tokens.end,
-            self._room if training else None,
+            self._max_text_tokens if training else None,
             [s.broken for s in samples],
         )
         return Batch(
@@ -184,22 +189,22 @@ class SpeechSeq2Seq:
         missing = min(
             -tokens.shape[1] % TOKEN_MULTIPLE, self.config.target_positions - tokens.shape[1]
         )
-        if for_gpu(samples) and missing > 0:  # few shapes: graphs stay warm
+        if for_gpu(samples) and missing > 0:  # few shapes: fewer graphs to capture
             tokens = F.pad(tokens, (0, missing), value=self.tokens.end)
             targets = F.pad(targets, (0, missing), value=IGNORE)
-        heard = {"features": features, "tokens": tokens, "targets": targets}
-        return dataclasses.replace(batch, tensors=heard)  # the waves have done their part
+        prepared = {"features": features, "tokens": tokens, "targets": targets}
+        return dataclasses.replace(batch, tensors=prepared)  # without the waveforms
 
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["features"], batch["tokens"]))
 
-    def questions(self, batch: Batch, anyone: Anyone) -> Inputs:
-        return self.ask(batch["features"], anyone)
+    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
+        return self.generation_inputs(batch["features"], any_rank)
 
-    def ask(
-        self, features: Tensor, anyone: Anyone = bool, timestamps: bool | None = None
+    def generation_inputs(
+        self, features: Tensor, any_rank: AnyRank = bool, timestamps: bool | None = None
     ) -> Inputs:
-        """What makes the model write down what it hears; `timestamps`: with times, or as trained."""
+        """Inputs for decoding; `timestamps`: with timestamps, by default as trained."""
         options, data = self.recipe.evaluation, self.recipe.data
         prompt = self.prompt
         if timestamps is not None:
@@ -214,7 +219,7 @@ class SpeechSeq2Seq:
             suppress=self.generation.suppress,
             suppress_first=self.generation.suppress_first,
             first_timestamp=self.tokens.first_timestamp if timestamps else None,
-            anyone=anyone,
+            any_rank=any_rank,
         )
         rows = torch.tensor([prompt], device=features.device).expand(len(features), -1)
         return Inputs((features, rows, search))
@@ -229,8 +234,8 @@ class SpeechSeq2Seq:
         references = [
             self.tokens.decode([t for t in row if t != IGNORE]) for row in batch["targets"].tolist()
         ]
-        said = zip(batch.ids, references, self.decode(output), strict=True)
-        return word_score((i, self.normalise(r), self.normalise(h)) for i, r, h in said)
+        rows = zip(batch.ids, references, self.decode(output), strict=True)
+        return word_score((i, self.normalise(r), self.normalise(h)) for i, r, h in rows)
 
     def summarise(self, counts: Counts) -> dict[str, float]:
         return word_rates(counts)
@@ -245,8 +250,8 @@ class SpeechSeq2Seq:
         return self.config.source_positions / windows.TICKS_PER_SECOND
 
     @property
-    def _room(self) -> int:
-        """Tokens of text that fit into the decoder beside the prompt."""
+    def _max_text_tokens(self) -> int:
+        """Tokens of text that fit into the decoder after the prompt."""
         return self.config.target_positions - len(self.prompt)
 
     @cache  # noqa: B019 - a task lives as long as its run
@@ -257,12 +262,14 @@ class SpeechSeq2Seq:
         return speech_source(self.recipe, split, lowercase=False, longest=longest)
 
     def _fit_texts(self, source: SpeechSource) -> None:
-        """Transcripts beyond the decoder's positions are left out or cut, as the recipe says."""
-        texts, room = source.texts, self._room
-        doubtful = [i for i, text in enumerate(texts) if len(text.encode()) > room]
-        encoded = self.tokens.encode_all([texts[i] for i in doubtful], self.recipe.data.timestamps)
-        long = {i for i, ids in zip(doubtful, encoded, strict=True) if len(ids) > room}
-        why = f"the transcript has more than {room} tokens, all that the decoder has room for"
+        """Transcripts beyond the decoder's positions are left out or truncated, by data.long_texts."""
+        texts, limit = source.texts, self._max_text_tokens
+        candidates = [i for i, text in enumerate(texts) if len(text.encode()) > limit]
+        encoded = self.tokens.encode_all(
+            [texts[i] for i in candidates], self.recipe.data.timestamps
+        )
+        long = {i for i, ids in zip(candidates, encoded, strict=True) if len(ids) > limit}
+        why = f"the transcript has more than {limit} tokens, the decoder's maximum"
         if self.recipe.data.long_texts == "cut":
             source.note(sorted(long), f"{why}: cut there")
         else:
@@ -276,7 +283,7 @@ class SpeechSeq2Seq:
         known = [n for n, c in models.PRESETS.items() if isinstance(c, WhisperConfig)]
         if wanted.preset not in known:
             raise RecipeError(
-                f"model.preset: {wanted.preset!r} is no Whisper; take one of {', '.join(known)}, or "
+                f"model.preset: {wanted.preset!r} is no Whisper; use one of {', '.join(known)}, or "
                 "name pretrained weights with model.pretrained"
             )
         found = models.configure(wanted.preset, dropout=wanted.dropout)
@@ -318,12 +325,12 @@ class SpeechSeq2Seq:
         if self.tokens.size > self.config.vocab:
             raise RecipeError(
                 f"data.tokenizer: it has {self.tokens.size} ids, the model's embedding only "
-                f"{self.config.vocab} rows; take the tokenizer that belongs to the model"
+                f"{self.config.vocab} rows; use the model's tokenizer"
             )
-        barred = (*self.generation.suppress, *self.generation.suppress_first)
-        if max(barred, default=0) >= self.config.vocab:
+        suppressed = (*self.generation.suppress, *self.generation.suppress_first)
+        if max(suppressed, default=0) >= self.config.vocab:
             raise RecipeError(
-                f"model.pretrained: generation_config.json suppresses token {max(barred)}, but the "
+                f"model.pretrained: generation_config.json suppresses token {max(suppressed)}, but the "
                 f"model has only {self.config.vocab}; correct it there"
             )
         asked = {
@@ -344,8 +351,8 @@ class SpeechSeq2Seq:
         asked = self.recipe.evaluation.normalizer
         if asked != "auto":
             return asked
-        spoken = self.recipe.data.language or ("" if self.tokens.multilingual else "en")
-        return "whisper" if spoken.lower() in ("en", "english") else "basic"
+        language = self.recipe.data.language or ("" if self.tokens.multilingual else "en")
+        return "whisper" if language.lower() in ("en", "english") else "basic"
 
 
 def _pretrained(recipe: Recipe) -> Path | None:

@@ -1,9 +1,9 @@
-"""Checkpoints that are whole or do not count, and load under any layout.
+"""Checkpoints that are complete or ignored, and load under any layout.
 
 A checkpoint is a new folder `step-<n>`. Ranks write their shards into it with
 torch.distributed.checkpoint, in the background; each then hashes what it wrote; last of all rank 0
 writes `manifest.json` with the size and checksum of every file. A folder without a manifest, or
-with a file that does not match it, is passed over. Nothing is ever written into a folder twice.
+with a file that does not match it, is skipped. Nothing is ever written into a folder twice.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.utils._pytree import tree_leaves
 
 from muster.errors import CheckpointError
 from muster.observe.heartbeat import beat
 from muster.observe.results import step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
+from muster.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-LOOK_S = 1.0  # how often a rank that waits for a save looks whether it gets on
+POLL_S = 1.0  # how often a waiting rank checks the progress of a save
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ def digest(path: Path) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, with every file present at its size. Checksums are `verify`'s part."""
+    """The manifest, with every file present at its size. `verify` checks the checksums."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is incomplete: it has no {MANIFEST}, so its save was cut short"
+            f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
         ) from None
     except ValueError:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
@@ -71,10 +71,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {FORMAT}"
         )
-    for name, about in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != about["bytes"]:
-            has = "is missing" if size is None else f"has {size} bytes, expected {about['bytes']}"
+        if size != entry["bytes"]:
+            has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
             raise CheckpointError(f"{folder}: {name} {has}")
     return dict(manifest)
 
@@ -87,8 +87,8 @@ def verify(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1
 
 
 def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
-    """The checkpoint that a path means: a `step-<n>` folder, or a run's newest. Checksums are those
-    of every `parts`-th file; with `parts` 0, none are looked at."""
+    """The checkpoint at a path: a `step-<n>` folder, or a run's newest. Checks the checksums of every
+    `parts`-th file; of none if `parts` is 0."""
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     folders = step_folders(path) or [path]
@@ -135,8 +135,8 @@ class Checkpoints:
         self._error: BaseException | None = None
 
     def newest(self) -> tuple[Saved | None, list[str]]:
-        """The newest complete checkpoint and, in words, those passed over. The same on all ranks."""
-        passed: list[str] = []
+        """The newest complete checkpoint and, why newer ones were skipped. The same on all ranks."""
+        skipped: list[str] = []
         for folder in step_folders(self.root):
             problem = None
             try:
@@ -146,9 +146,9 @@ class Checkpoints:
                 problem = str(error)
             problems = [p for p in self.mesh.gather(problem) if p]
             if not problems:
-                return Saved(folder, manifest), passed
-            passed.append(problems[0])
-        return None, passed
+                return Saved(folder, manifest), skipped
+            skipped.append(problems[0])
+        return None, skipped
 
     def load(self, saved: Saved, engine: Engine) -> dict[str, Any]:
         """Weights and optimizer into `engine`; returns the trainer's own small state."""
@@ -158,7 +158,7 @@ class Checkpoints:
         return dict(saved.manifest["trainer"])
 
     def save(self, step: int, engine: Engine, trainer: dict[str, Any]) -> float:
-        """Start saving after `step` steps; returns the seconds that training stood still for it."""
+        """Start saving after `step` steps; returns the seconds that training was blocked."""
         begin = time.perf_counter()
         beat("saving")
         self.wait()
@@ -166,7 +166,7 @@ class Checkpoints:
         state = engine.state()
         self._check_space(state)
         if self.mesh.first:
-            shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left behind
+            shutil.rmtree(folder, ignore_errors=True)  # of an interrupted save
             folder.mkdir(parents=True)
         self.mesh.barrier()
         response = dcp.async_save(
@@ -193,7 +193,7 @@ class Checkpoints:
         return time.perf_counter() - begin
 
     def check(self) -> None:
-        """Raise what a save in the background ran into."""
+        """Raise the error of a save in the background."""
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -206,11 +206,11 @@ class Checkpoints:
         self.check()
 
     def _join(self, thread: threading.Thread) -> None:
-        """A slow disk may keep a save busy for long. It is no stall while files grow."""
+        """A slow save is not a stall while its files grow."""
         beat("saving")
         size = 0
         while thread.is_alive():
-            thread.join(LOOK_S)
+            thread.join(POLL_S)
             grown = _size(self.root)
             if grown != size:
                 beat("saving")
@@ -224,11 +224,11 @@ class Checkpoints:
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise CheckpointError(
-                f"no room for a checkpoint in {self.root}: it takes about {needed / 2**20:.1f} MiB and "
-                f"{free / 2**20:.1f} MiB are free; {self._last()}; free some space or set logging.dir elsewhere"
+                f"no space for a checkpoint in {self.root}: it takes about {needed / 2**20:.1f} MiB and "
+                f"{free / 2**20:.1f} MiB are free; {self._newest_complete()}; free some space or set logging.dir elsewhere"
             )
 
-    def _last(self) -> str:
+    def _newest_complete(self) -> str:
         return (
             f"the newest complete one is step {self.last_saved}"
             if self.last_saved
@@ -239,26 +239,26 @@ class Checkpoints:
         """In the background: shards, then hashes, then, on rank 0, the manifest and the pruning."""
         try:
             getattr(response, "upload_completion", response).result()
-            mine = {p.name: _about(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
-            told: list[Any] = [mine] * self.mesh.world
+            own = {p.name: _file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
+            gathered: list[Any] = [own] * self.mesh.world
             if self.mesh.world > 1:
-                dist.all_gather_object(told, mine, group=self.mesh.background)
+                dist.all_gather_object(gathered, own, group=self.mesh.background)
             if self.mesh.first:
                 self._write_manifest(
-                    folder, {k: v for files in told for k, v in files.items()}, trainer
+                    folder, {k: v for files in gathered for k, v in files.items()}, trainer
                 )
                 self._prune(trainer["step"])
             self.last_saved = trainer["step"]
         except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
-        except BaseException as error:  # not the disk's fault: keep its own words and trace
+        except BaseException as error:  # not a disk error: keep its message and traceback
             self._error = error
 
     def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
             (folder / name).write_text(json.dumps(document))
-            files[name] = _about(folder / name)
-        files[".metadata"] = _about(folder / ".metadata")
+            files[name] = _file_entry(folder / name)
+        files[".metadata"] = _file_entry(folder / ".metadata")
         manifest = {
             "format": FORMAT,
             "trainer": trainer,
@@ -274,12 +274,16 @@ class Checkpoints:
         os.replace(temporary, folder / MANIFEST)
 
     def _prune(self, step: int) -> None:
-        """Keep the newest `keep` complete checkpoints up to `step`; a later one can only be damaged,
-        or this run would have started from it. Manifests go first: half-deleted is incomplete."""
-        complete = [f for f in step_folders(self.root) if (f / MANIFEST).is_file()]
-        for folder in [f for f in complete if step_of(f) <= step][self.keep :]:
+        """Keep the newest `keep` complete checkpoints up to `step`; a later one must be damaged, or
+        this run would have resumed from it. Incomplete ones, which killed runs leave, are removed.
+        Manifests are deleted first: half-deleted is incomplete."""
+        folders = [folder for folder in step_folders(self.root) if step_of(folder) <= step]
+        kept = [folder for folder in folders if (folder / MANIFEST).is_file()][: self.keep]
+        for folder in folders:
+            if folder in kept:
+                continue
             try:
-                (folder / MANIFEST).unlink()
+                (folder / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(folder)
             except OSError as error:
                 log.warning("could not remove the old checkpoint %s (%s)", folder, error)
@@ -295,12 +299,12 @@ class Checkpoints:
             words = f"rank {rank}: {cause}"
         return CheckpointError(
             f"the checkpoint {folder.name} could not be written to {self.root}, where {free:.1f} MiB "
-            f"were free ({words}); {self._last()}; nothing of it was kept"
+            f"were free ({words}); {self._newest_complete()}; nothing of it was kept"
         )
 
 
 def _size(root: Path) -> int:
-    """Bytes in the newest checkpoint, though files may vanish on the way."""
+    """Bytes in the newest checkpoint, ignoring files that vanish."""
     folders, total = step_folders(root), 0
     for path in folders[0].iterdir() if folders else ():
         with suppress(OSError):
@@ -308,5 +312,5 @@ def _size(root: Path) -> int:
     return total
 
 
-def _about(path: Path) -> dict[str, Any]:
+def _file_entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest(path)}

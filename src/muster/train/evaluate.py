@@ -1,4 +1,4 @@
-"""Scoring a split: every sample on exactly one rank, counts added up, rates taken once."""
+"""Scoring a split: every sample on exactly one rank, counts summed, then rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from muster.parallel.mesh import Mesh
 from muster.tasks.base import Example, Lengths, Task
 
 WORST = 20
-AHEAD = 2  # batches prepared while one is scored
+PREFETCH = 2  # batches
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Evaluation:
     split: str
     scores: dict[str, float]
     worst: list[Example]
-    left_out: dict[str, int]  # samples of the split that the scores do not cover, by why
+    left_out: dict[str, int]  # samples not scored, by reason
 
 
 class Scored(Protocol):
-    """A model as evaluation sees it: an engine, or `Alone`."""
+    """A model for evaluation: an engine, or `SingleProcess`."""
 
     parts: list[nn.Module]
 
     def forward(self, inputs: Inputs) -> Any: ...
 
 
-class Alone:
+class SingleProcess:
     """A whole model in one process."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,13 +67,13 @@ def evaluate(
         part.eval()
     counts: Counter[str] = Counter()
     examples: list[Example] = []
-    rounds = _rounds(source, task.windows(source.lengths, training=False), mesh, batch_size)
-    for batch, counted in _ahead(task, source, rounds):
+    batches = _rank_batches(source, task.windows(source.lengths, training=False), mesh, batch_size)
+    for batch, counted in _prefetch(task, source, batches):
         beat("evaluation")
         batch = task.prepare(batch.to(mesh.device))
         with autocast():
-            output = model.forward(task.questions(batch, mesh.anyone))
-            if output is not None and counted and mesh.speaks:
+            output = model.forward(task.eval_inputs(batch, mesh.any_rank))
+            if output is not None and counted and mesh.is_reporter:
                 score = task.score(output, batch)
                 counts.update(score.counts)
                 examples += score.examples
@@ -82,49 +82,49 @@ def evaluate(
     wrong = [example for example in examples if example.edits]
     worst = sorted(wrong, key=lambda e: (-e.edits, e.id))[:WORST]
     total: Counter[str] = Counter()
-    everyone: list[Example] = []
+    all_examples: list[Example] = []
     for their_counts, their_worst in mesh.gather((dict(counts), worst)):
         total.update(their_counts)
-        everyone += their_worst
-    everyone.sort(key=lambda e: (-e.edits, e.id))
-    tell_broken(source, mesh)
+        all_examples += their_worst
+    all_examples.sort(key=lambda e: (-e.edits, e.id))
+    log_bad_rows(source, mesh)
     left_out = dict(getattr(source, "left_out", {}))
-    return Evaluation(split, task.summarise(dict(total)), everyone[:WORST], left_out)
+    return Evaluation(split, task.summarise(dict(total)), all_examples[:WORST], left_out)
 
 
-def tell_broken(source: Source, mesh: Mesh) -> None:
-    """All ranks learn of the samples that broke on any of them, so that results count each once."""
+def log_bad_rows(source: Source, mesh: Mesh) -> None:
+    """Gather the broken samples of all ranks, so that results count each once."""
     for theirs in mesh.gather(dict(source.broken)):
         source.broken.update(theirs)
 
 
-def _ahead(
-    task: Task, source: Source, rounds: Iterable[tuple[list[int], bool]]
+def _prefetch(
+    task: Task, source: Source, batches: Iterable[tuple[list[int], bool]]
 ) -> Iterator[tuple[Batch, bool]]:
-    """Each batch, read and decoded while the ones before it are scored."""
+    """Batches, loaded in the background while earlier ones are scored."""
 
     def build(ids: list[int]) -> Batch:
         longest = float(source.lengths[ids].max())
         return task.collate([source.load(i) for i in ids], None, longest)
 
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="score") as pool:
-        waiting: deque[tuple[Future[Batch], bool]] = deque()
-        for ids, counted in rounds:
-            waiting.append((pool.submit(build, ids), counted))
-            if len(waiting) > AHEAD:
-                future, counts = waiting.popleft()
+    with ThreadPoolExecutor(PREFETCH, thread_name_prefix="score") as pool:
+        pending: deque[tuple[Future[Batch], bool]] = deque()
+        for ids, counted in batches:
+            pending.append((pool.submit(build, ids), counted))
+            if len(pending) > PREFETCH:
+                future, counts = pending.popleft()
                 yield future.result(), counts
-        for future, counts in waiting:
+        for future, counts in pending:
             yield future.result(), counts
 
 
-def _rounds(
+def _rank_batches(
     source: Source, windows: Lengths | None, mesh: Mesh, batch_size: int
 ) -> Iterator[tuple[list[int], bool]]:
     """This rank's batches, and whether each counts.
 
-    Where a forward pass takes all ranks, those with fewer batches keep the others company with one
-    that does not count.
+    Where a forward pass has collectives, ranks with fewer batches repeat one that does not count, so
+    that every rank joins every collective.
     """
     shards = eval_shards(source.lengths, windows, mesh.layout.data_ranks, batch_size, source.groups)
     mine = shards[mesh.data_rank]

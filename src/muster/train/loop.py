@@ -1,4 +1,4 @@
-"""The training loop: one clock of optimizer steps, the same maths on any layout."""
+"""The training loop: counts optimizer steps, and computes the same on any layout."""
 
 from __future__ import annotations
 
@@ -6,81 +6,28 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from muster.data.corpus import Split
-from muster.data.loader import Batch, Loader
+from muster.data.loader import Batch
 from muster.errors import DataError
 from muster.observe.heartbeat import beat
-from muster.observe.observer import Observer, StepRecord
-from muster.observe.profile import Profile
-from muster.parallel.engine import Engine, Work
-from muster.parallel.mesh import Mesh
-from muster.parallel.timing import Moment
-from muster.recipe.schema import Recipe
-from muster.tasks.base import Task
+from muster.observe.observer import StepRecord
+from muster.parallel.timestamps import DeviceTimestamp
 from muster.train import memory
-from muster.train.checkpoint import Checkpoints
 from muster.train.evaluate import Evaluation, evaluate
+from muster.train.job import Job
 from muster.train.optimizer import learning_rate, seed_step
-from muster.train.precision import LossScale, autocast
+from muster.train.precision import autocast
 
 log = logging.getLogger(__name__)
 
-MOST_EVALUATED = 32
-
-
-@dataclass
-class Job:
-    """Everything one rank needs to train."""
-
-    recipe: Recipe
-    task: Task
-    engine: Engine
-    mesh: Mesh
-    loader: Loader
-    checkpoints: Checkpoints
-    observer: Observer
-    precision: str
-    steps: int
-    start: int = 0  # completed steps; also the place in the data
-    bad_steps: int = 0  # in a row
-    scale: LossScale = field(default_factory=LossScale)
-    profile: Profile = field(default_factory=Profile)
-    held: list[int] = field(default_factory=list)  # samples of the micro-batch last begun
-
-    @property
-    def evaluation_batch(self) -> int:
-        """As many samples as training holds at a time, where the recipe leaves it open."""
-        asked = self.recipe.evaluation.batch_size
-        slots = self.loader.ranks * self.loader.accumulation
-        held = math.ceil(self.recipe.training.global_batch_size / slots)
-        return asked if isinstance(asked, int) else min(MOST_EVALUATED, held)
-
-    @cached_property
-    def work(self) -> Work:
-        """The task, as the engine sees it."""
-        compiled = self.recipe.training.compile and self.mesh.layout.tensor == 1
-        return Work(
-            prepare=self._prepare,
-            inputs=self.task.inputs,
-            loss=torch.compile(self.task.loss) if compiled else self.task.loss,
-            autocast=lambda: autocast(self.precision, self.mesh.device),
-        )
-
-    def _prepare(self, batch: Batch) -> Batch:
-        beat("forward and backward")
-        self.held = batch.ids
-        return self.task.prepare(batch.to(self.mesh.device))
-
 
 def train(job: Job) -> int:
-    """From `job.start` to `job.steps` optimizer steps, or until asked to stop. Returns steps done."""
+    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
     for part in job.engine.parts:
         part.train()
     memory.try_costliest(job)
@@ -104,9 +51,45 @@ def train(job: Job) -> int:
     return done
 
 
+@dataclass
+class _Step:
+    """What one optimizer step computed on this rank, and when. Times are in seconds."""
+
+    batches: list[Batch]
+    losses: list[Tensor]
+    loss: float  # the mean over the global batch
+    grad_norm: float
+    lr: float
+    samples: int
+    amounts: dict[str, float]
+    stop: bool  # a stop was requested
+    begin: float
+    data_wait: float
+    skew: float  # waiting for slower ranks
+    started: DeviceTimestamp
+    synced: DeviceTimestamp
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
 def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
-    """One optimizer step over one global batch. True when someone asked the run to stop."""
-    recipe, mesh, engine = job.recipe, job.mesh, job.engine
+    """One optimizer step over one global batch. True if a stop was requested."""
+    done = _compute(job, step, batches)
+    if done.finite:
+        with memory.oom_context(job, step, "optimizer step"):
+            job.engine.step(done.lr)
+    job.engine.zero_grad()
+    _check_finite(job, step, done.finite, done.batches, done.losses)
+    _record(job, step, done)
+    job.checkpoints.check()
+    return done.stop
+
+
+def _compute(job: Job, step: int, batches: Iterator[list[Batch]]) -> _Step:
+    """The clipped gradients of one global batch, and its sums over all ranks."""
+    mesh = job.mesh
     beat("waiting for data", step + 1)
     begin = time.perf_counter()
     micro_batches = next(batches)
@@ -115,12 +98,12 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
     beat("counting the batch")
     units, _ = mesh.sum(sum(batch.units for batch in micro_batches))
     agreed = time.perf_counter()
-    started = Moment(mesh.device)
+    started = DeviceTimestamp(mesh.device)
     micro_batches, losses = _accumulate(job, step, micro_batches, units)
-    synced = Moment(mesh.device)
+    synced = DeviceTimestamp(mesh.device)
     beat("optimizer step")
-    with memory.explained(job, step, "optimizer step"):
-        grad_norm = engine.clip_(recipe.training.max_grad_norm, job.scale.value)
+    with memory.oom_context(job, step, "optimizer step"):
+        grad_norm = job.engine.clip_(job.recipe.training.max_grad_norm, job.scale.value)
     local = float(sum(losses))
     waiting = time.perf_counter()
     amounts = _amounts(micro_batches)
@@ -131,60 +114,66 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
         everyone=job.observer.stop_requested(),
     )
     answered = time.perf_counter()
-    loss = total / units
+    return _Step(
+        micro_batches,
+        losses,
+        loss=total / units,
+        grad_norm=grad_norm,
+        lr=learning_rate(job.recipe.training, step, job.steps),
+        samples=int(samples),
+        amounts=dict(zip(amounts, sums, strict=True)),
+        stop=stop > 0,
+        begin=begin,
+        data_wait=data_wait,
+        skew=(agreed - begin - data_wait) + (answered - waiting) if mesh.world > 1 else 0.0,
+        started=started,
+        synced=synced,
+    )
 
-    lr = learning_rate(recipe.training, step, job.steps)
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    if finite:
-        with memory.explained(job, step, "optimizer step"):
-            engine.step(lr)
-    engine.zero_grad()
-    _judge(job, step, finite, micro_batches, losses)
 
-    ready = engine.ready() or synced
-    exposed = max(0.0, ready.until(synced))
-    skew = (agreed - begin - data_wait) + (answered - waiting) if mesh.world > 1 else 0.0
+def _record(job: Job, step: int, done: _Step) -> None:
+    """The step's line in the metrics, after its optimizer has stepped."""
+    ready = job.engine.ready() or done.synced
+    exposed = max(0.0, ready.until(done.synced))
     job.observer.step(
         StepRecord(
             step=step + 1,
             epoch=job.loader.plan.epoch_of(step),
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=lr,
-            samples=int(samples),
-            step_time_s=time.perf_counter() - begin,
-            data_wait_s=data_wait,
-            comm_wait_s=exposed + skew,
-            compute_s=max(0.0, started.until(synced) - exposed),
-            filled=sum(b.filled for b in micro_batches),
-            cells=sum(b.cells for b in micro_batches),
-            amounts=dict(zip(amounts, sums, strict=True)),
-            skipped=not finite,
+            loss=done.loss,
+            grad_norm=done.grad_norm,
+            lr=done.lr,
+            samples=done.samples,
+            step_time_s=time.perf_counter() - done.begin,
+            data_wait_s=done.data_wait,
+            comm_wait_s=exposed + done.skew,
+            compute_s=max(0.0, done.started.until(done.synced) - exposed),
+            filled=sum(b.filled for b in done.batches),
+            cells=sum(b.cells for b in done.batches),
+            amounts=done.amounts,
+            skipped=not done.finite,
             profiled=job.profile.covers(step),
         ),
-        mesh,
+        job.mesh,
     )
-    job.checkpoints.check()
-    return stop > 0
 
 
 def _accumulate(
     job: Job, step: int, batches: list[Batch], units: float
 ) -> tuple[list[Batch], list[Tensor]]:
     """The gradients of the global batch; the loss is divided once, by all of its units. Returns the
-    micro-batches, which are smaller than `batches` where those had no room, and their losses."""
-    work = replace(job.work, scale=job.scale.value / units)
+    micro-batches, which are smaller than `batches` where those did not fit, and their losses."""
+    functions = replace(job.functions, scale=job.scale.value / units)
     while True:
         seed_step(job.recipe.seed, step, job.mesh.rank)
         try:
-            return batches, job.engine.accumulate(batches, work)
+            return batches, job.engine.accumulate(batches, functions)
         except Exception as error:
-            memory.make_room(job, step, error)
+            memory.shrink_or_raise(job, step, error)
         memory.recover(job)
         batches = job.loader.micro_batches(step)
 
 
-def _judge(
+def _check_finite(
     job: Job, step: int, finite: bool, batches: Sequence[Batch], losses: Sequence[Tensor]
 ) -> None:
     """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
@@ -196,7 +185,7 @@ def _judge(
         log.info("step %d: float16 overflow; the loss scale is now %g", step + 1, job.scale.value)
         return
     job.bad_steps += 1
-    suspects = [  # ranks that hold no loss name no suspects
+    suspects = [  # ranks without the loss have none
         i
         for b, loss in zip(batches, losses, strict=False)
         if not math.isfinite(loss)
@@ -218,8 +207,8 @@ def _judge(
         )
 
 
-def agree_on_buffers(job: Job) -> None:
-    """Statistics that each rank kept for itself, settled on rank 0's before they are used or saved."""
+def sync_buffers(job: Job) -> None:
+    """Broadcast rank 0's buffers (running statistics) before they are used or saved."""
     if job.mesh.world > 1 and not job.recipe.distributed.sync_batchnorm:
         for part in job.engine.parts:
             for buffer in part.buffers():
@@ -227,9 +216,9 @@ def agree_on_buffers(job: Job) -> None:
 
 
 def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
-    """The scores after `done` steps, on the first of `splits` that has data; recorded as well."""
-    agree_on_buffers(job)
-    with memory.explained(job, done - 1, "evaluation"):
+    """The scores after `done` steps, on the first of `splits` that has data; also logged."""
+    sync_buffers(job)
+    with memory.oom_context(job, done - 1, "evaluation"):
         for split in splits:
             found = evaluate(
                 job.task,
@@ -246,9 +235,9 @@ def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
 
 
 def _save(job: Job, done: int) -> None:
-    agree_on_buffers(job)
+    sync_buffers(job)
     trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
-    with memory.explained(job, done - 1, "save"):
+    with memory.oom_context(job, done - 1, "save"):
         stall = job.checkpoints.save(done, job.engine, trainer)
     job.observer.event("checkpoint", step=done, stall_s=stall)
 

@@ -1,9 +1,9 @@
-"""Out of memory: say which rank, phase and rows it was, and where asked to, go on with less at a time.
+"""Out of memory: report rank, phase and rows, and with on_oom=shrink continue with smaller micro-batches.
 
-A process that is alone halves its micro-batch and does the step again. One of several cannot: the
-others already wait for it in a collective, of whatever strategy. It writes down the smaller size and
-ends, and the supervisor starts all ranks again from the last checkpoint. So that this costs seconds
-and not hours, the costliest micro-batch is tried before the first step.
+A single process halves its micro-batch and repeats the step. One of several ranks cannot: the others
+already wait for it in a collective. It writes the smaller size to a file and exits, and the
+supervisor restarts all ranks from the last checkpoint. The costliest micro-batch runs before the
+first step, so that this happens early.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +29,8 @@ from muster.observe.results import write_json
 from muster.parallel import state
 from muster.parallel.engine import TorchEngine
 from muster.parallel.mesh import Mesh
-from muster.plan.batch import BatchSizes
-
-if TYPE_CHECKING:
-    from muster.train.loop import Job
+from muster.recipe.batch import BatchSizes
+from muster.train.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -40,12 +38,12 @@ NOTE = "shrink.json"
 
 
 class StartSmaller(MemoryLimitError):
-    """All ranks must start again, with the smaller micro-batch that was written down."""
+    """All ranks must restart with the smaller micro-batch in shrink.json."""
 
 
 @contextmanager
-def explained(job: Job, step: int, phase: str) -> Iterator[None]:
-    """What runs out of memory in here ends as one error that says so. `step` counts from 0."""
+def oom_context(job: Job, step: int, phase: str) -> Iterator[None]:
+    """Turns an out-of-memory error into MemoryLimitError. `step` counts from 0."""
     try:
         yield
     except MusterError:
@@ -53,34 +51,35 @@ def explained(job: Job, step: int, phase: str) -> Iterator[None]:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        job.held = []  # of training; no part in this
-        story = _story(job, f"step {step + 1}", phase, error)
-        raise MemoryLimitError(f"{story} {_cure(job, phase)}") from error
+        job.current_ids = []  # not of this phase
+        description = _describe_oom(job, f"step {step + 1}", phase, error)
+        raise MemoryLimitError(f"{description} {_remedy(job, phase)}") from error
 
 
-def make_room(job: Job, step: int, error: Exception, *, ahead: bool = False) -> None:
-    """After `error` in the gradients of `step`, which may have been tried `ahead` of its time: returns
-    where this process alone can do it again with half as much at a time, and raises what there is to
-    say otherwise."""
+def shrink_or_raise(job: Job, step: int, error: Exception, *, ahead: bool = False) -> None:
+    """After `error` in the gradients of `step`, which may have run `ahead` of the loop: returns if a single
+    process can repeat it with a halved micro-batch, else raises."""
     shrinks = job.recipe.training.on_oom == "shrink"
     if not out_of_memory(error) or (isinstance(error, MusterError) and not shrinks):
         raise error
     phase = "backward pass" if _in_backward(error) else "forward pass"
     when = f"step {step + 1}" + (" (tried ahead)" if ahead else "")
-    story, smaller = _story(job, when, phase, error), _halved(job)
+    description, smaller = _describe_oom(job, when, phase, error), _halved(job)
     if not shrinks or smaller is None:
-        raise MemoryLimitError(f"{story} {_cure(job, phase)}") from error
+        raise MemoryLimitError(f"{description} {_remedy(job, phase)}") from error
     plain = isinstance(job.engine, TorchEngine) and not job.recipe.training.cuda_graphs
-    alone = job.mesh.world == 1 and plain
-    note = _write_note(job, when, phase, smaller, restart=not alone)
-    log.warning("%s %s", story, note["words"])
-    if not alone:
-        raise StartSmaller(f"{story} From the next start on, ranks take {smaller} at a time.")
+    single = job.mesh.world == 1 and plain
+    note = _write_note(job, when, phase, smaller, restart=not single)
+    log.warning("%s %s", description, note["words"])
+    if not single:
+        raise StartSmaller(
+            f"{description} After the restart, micro-batches have {smaller} sample(s)."
+        )
     job.loader.accumulation = note["accumulation"]
 
 
 def recover(job: Job) -> None:
-    """Let go of what the failed attempt held; its exception must be gone by now."""
+    """Free the memory of the failed attempt; its exception must no longer be referenced."""
     job.engine.zero_grad()
     gc.collect()
     if job.mesh.device.type == "cuda":
@@ -88,11 +87,11 @@ def recover(job: Job) -> None:
 
 
 def try_costliest(job: Job) -> None:
-    """Compute the gradients of the costliest micro-batch ahead, and drop them: what does not fit shows
-    now. Weights, statistics, random state and the place in the data stay as they are.
+    """Compute the gradients of the costliest micro-batch and discard them, so that out of memory shows
+    now. Weights, buffers, random state and the position in the data do not change.
 
-    On CPUs there is a reason only where a run goes on: DDP settles its buckets by its first backward
-    pass, and in other buckets three ranks or more add up in another order.
+    On CPUs this is needed only in a resumed run: DDP rebuilds its buckets after its first backward
+    pass, and with other buckets three ranks or more sum in another order.
     """
     on_gpu, engine = job.mesh.device.type == "cuda", job.engine
     ddp = isinstance(engine, TorchEngine) and isinstance(engine.module, DistributedDataParallel)
@@ -100,7 +99,7 @@ def try_costliest(job: Job) -> None:
     if job.start == job.steps or not needed:
         return
     if isinstance(engine, TorchEngine):
-        state.begin(engine.optimizer)  # as in every step but the first
+        state.init_optimizer_state(engine.optimizer)  # as in every step but the first
     kept = [(b, b.clone()) for part in job.engine.parts for b in part.buffers()]
     step, done = job.loader.costliest(job.start, job.steps), False
     while not done:
@@ -109,30 +108,33 @@ def try_costliest(job: Job) -> None:
             batches = [max(batches, key=lambda batch: batch.cells)]
         units = max(1, sum(batch.units for batch in batches))
         try:
-            engine.accumulate(batches, replace(job.work, scale=1 / units))
+            engine.accumulate(batches, replace(job.functions, scale=1 / units))
             done = True
         except Exception as error:
-            make_room(job, step, error, ahead=True)
+            shrink_or_raise(job, step, error, ahead=True)
         recover(job)
     with torch.no_grad():
         for buffer, before in kept:
             buffer.copy_(before)
 
 
-def shrunk(sizes: BatchSizes, mesh: Mesh, folder: Path, flow: int = 1) -> BatchSizes:
-    """`sizes`, with no more at a time than any rank found room for in this run. All ranks call it.
-    `flow`: pieces of each micro-batch that go through a pipeline."""
+def shrunk_sizes(sizes: BatchSizes, mesh: Mesh, folder: Path, microbatches: int = 1) -> BatchSizes:
+    """`sizes`, with the smallest micro-batch that any rank wrote down in this run. A collective call.
+    `microbatches`: of a pipeline."""
     notes = [note for note in mesh.gather(_read_note(folder)) if note]
     if not notes:
         return sizes
     note = min(notes, key=lambda note: int(note["per_device"]))
-    slots = sizes.data_ranks * flow
+    slots = sizes.data_ranks * microbatches
     wanted = math.ceil(sizes.global_batch / (note["per_device"] * slots))
     accumulation = max(sizes.accumulation, min(wanted, sizes.global_batch // slots))
-    if sizes.data_ranks == note["data_ranks"] and accumulation * flow < note["accumulation"]:
+    if (
+        sizes.data_ranks == note["data_ranks"]
+        and accumulation * microbatches < note["accumulation"]
+    ):
         raise MemoryLimitError(
             f"{note['words']}; but {sizes.global_batch} samples on {sizes.data_ranks} data rank(s) "
-            f"cannot be cut that far; raise training.global_batch_size, or use fewer ranks"
+            f"cannot be split that far; raise training.global_batch_size, or use fewer ranks"
         )
     per_device = math.ceil(sizes.global_batch / (accumulation * sizes.data_ranks))
     return replace(sizes, per_device=per_device, accumulation=accumulation)
@@ -144,19 +146,19 @@ def _read_note(folder: Path) -> dict[str, Any] | None:
 
 
 def _samples(job: Job) -> int:
-    """The most this rank holds at a time."""
+    """The largest micro-batch of this rank."""
     slots = job.loader.ranks * job.loader.accumulation
     return math.ceil(job.loader.plan.batch_size / slots)
 
 
 def _halved(job: Job) -> int | None:
-    """None where the global batch cannot be cut any finer."""
+    """None where the global batch cannot be split further."""
     finest = job.loader.plan.batch_size // job.loader.ranks
     return math.ceil(_samples(job) / 2) if finest > job.loader.accumulation else None
 
 
 def _write_note(job: Job, when: str, phase: str, smaller: int, *, restart: bool) -> dict[str, Any]:
-    """For the next start, and as an event: rank 0 may never hear of it."""
+    """For the restart, and as an event."""
     batch, ranks, rank, was = (
         job.loader.plan.batch_size,
         job.loader.ranks,
@@ -171,7 +173,7 @@ def _write_note(job: Job, when: str, phase: str, smaller: int, *, restart: bool)
         "per_device": smaller,
         "accumulation": min(math.ceil(batch / (smaller * ranks)), batch // ranks),
         "data_ranks": ranks,
-        "rows": [job.loader.source.name(i) for i in job.held],
+        "rows": [job.loader.source.name(i) for i in job.current_ids],
         "restart": restart,
         "words": f"out of memory at {when} on rank {rank}: {was} → {smaller} samples at a time",
     }
@@ -186,14 +188,14 @@ def _in_backward(error: BaseException) -> bool:
     return any(frame.f_code.co_name == "backward" for frame, _ in frames)
 
 
-def _story(job: Job, when: str, phase: str, error: BaseException) -> str:
+def _describe_oom(job: Job, when: str, phase: str, error: BaseException) -> str:
     parts = [f"rank {job.mesh.rank} ran out of memory in the {phase} of {when}:"]
     parts.append(f"{wanted(error)}{budget(job.mesh.device)}.")
-    if job.held:
+    if job.current_ids:
         lengths, source = job.loader.plan.lengths, job.loader.source
-        longest = max(job.held, key=lambda i: float(lengths[i]))
+        longest = max(job.current_ids, key=lambda i: float(lengths[i]))
         parts.append(
-            f"The micro-batch held {len(job.held)} sample(s), the longest of them "
+            f"The micro-batch held {len(job.current_ids)} sample(s), the longest of them "
             f"{source.name(longest)}, {lengths[longest] / lengths.mean():.1f} × as long as the mean."
         )
     if found := largest(job.engine.parts, job.mesh.device):
@@ -201,27 +203,27 @@ def _story(job: Job, when: str, phase: str, error: BaseException) -> str:
     return " ".join(parts)
 
 
-def _cure(job: Job, phase: str) -> str:
-    """What to change, the least first."""
-    shard = "or split the model with --strategy fsdp"
-    held = _samples(job)
+def _remedy(job: Job, phase: str) -> str:
+    """What to change, the smallest change first."""
+    shard = "or shard the model with --strategy fsdp"
+    size = _samples(job)
     match phase:
         case "optimizer step":
-            return "Keep AdamW's averages in shards with --strategy zero1, " + shard + "."
+            return "Shard AdamW's moments with --strategy zero1, " + shard + "."
         case "evaluation":
             less = max(1, job.evaluation_batch // 2)
             return f"Set evaluation.batch_size={less}, {shard}."
         case "save":
-            return f"Set checkpoint.asynchronous=false, which keeps no second copy, {shard}."
+            return f"Set checkpoint.asynchronous=false, which needs no second copy, {shard}."
     again = f"set training.activation_checkpointing=full, {shard}"
     if job.recipe.training.activation_checkpointing == "full":
         again = shard.removeprefix("or ")
     if _halved(job) is None:
         return (
-            f"A micro-batch of {held} cannot be halved any further: leave that row out (data.max_seconds, "
+            f"A micro-batch of {size} cannot be halved any further: leave that row out (data.max_seconds, "
             f"data.sequence_length), {again}."
         )
     return (
         "Set training.on_oom=shrink, which halves the micro-batch by itself, or "
-        f"training.per_device_batch_size={math.ceil(held / 2)}, {again}."
+        f"training.per_device_batch_size={math.ceil(size / 2)}, {again}."
     )

@@ -15,7 +15,7 @@ from muster.recipe.schema import Training
 
 
 def make_optimizer(training: Training, named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
-    """Weight decay on matrices only: biases, norms and other vectors are left alone."""
+    """Weight decay on matrices only: not on biases, norms and other vectors."""
     trainable = [p for _, p in named if p.requires_grad]
     return AdamW(
         parameter_groups(trainable, training.weight_decay),
@@ -27,7 +27,7 @@ def make_optimizer(training: Training, named: Iterable[tuple[str, nn.Parameter]]
 
 
 def parameter_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """By decay and by mesh: torch's batched kernels take no mixture of differently spread tensors."""
+    """By decay and by device mesh: torch's foreach kernels do not mix DTensors of different meshes."""
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for p in parameters:
         mesh = p.device_mesh if isinstance(p, DTensor) else None
@@ -40,7 +40,7 @@ def parameter_groups(parameters: list[nn.Parameter], weight_decay: float) -> lis
 
 
 def peak_lr(training: Training) -> float:
-    """`lr` scaled by how far the global batch is from the batch it was chosen for."""
+    """`lr` scaled by global_batch_size / reference_batch_size."""
     if training.lr_scaling == "none" or training.reference_batch_size is None:
         return training.lr
     ratio = training.global_batch_size / training.reference_batch_size
@@ -52,12 +52,12 @@ def learning_rate(training: Training, step: int, steps: int) -> float:
     peak = peak_lr(training)
     if step < training.warmup_steps:
         return peak * (step + 1) / training.warmup_steps
-    past = (step - training.warmup_steps) / max(1, steps - training.warmup_steps)
-    past = min(past, 1.0)
+    progress = (step - training.warmup_steps) / max(1, steps - training.warmup_steps)
+    progress = min(progress, 1.0)
     shape = {
         "constant": 1.0,
-        "linear": 1.0 - past,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * past)),
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[training.schedule]
     return peak * (training.final_lr_ratio + (1.0 - training.final_lr_ratio) * shape)
 

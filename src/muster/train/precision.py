@@ -1,4 +1,4 @@
-"""Which numbers the forward pass uses, and the loss scale that float16 needs."""
+"""Autocast and the loss scale for float16."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 @dataclass
 class LossScale:
-    """float16 gradients vanish below 6e-8, so the loss is multiplied up and gradients back down.
+    """float16 gradients underflow below 6e-8, so the loss is scaled up and gradients are scaled down.
 
-    Every rank sees the same summed gradient norm, so every rank takes the same turn here.
+    Every rank sees the same summed gradient norm, so every rank updates alike.
     """
 
     value: float = 1.0
@@ -44,7 +44,7 @@ class LossScale:
         return cls(2.0**16, dynamic=True) if precision == "fp16" else cls()
 
     def update(self, finite: bool) -> bool:
-        """Adapt to the last step. True when an overflow was only the scale's fault."""
+        """Adapt to the last step. True if the scale was lowered after an overflow."""
         if not self.dynamic:
             return False
         if finite:

@@ -1,1 +1,1 @@
-"""One rank's life: join the others, build, train, score, leave."""
+"""One rank: join the process group, build, train, evaluate, leave."""

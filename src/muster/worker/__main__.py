@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from muster.launch.parent import end_with_launcher
+from muster.launch.orphans import end_with_launcher
 
 if __name__ == "__main__":
     end_with_launcher()  # before torch is imported, which takes seconds

@@ -1,4 +1,4 @@
-"""From joining the other ranks to leaving them."""
+"""One rank, from joining the process group to leaving it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ import torch.distributed as dist
 from muster import runs
 from muster.errors import SHRINK, LaunchError
 from muster.launch import cluster
-from muster.launch.cluster import Place
+from muster.launch.cluster import RankInfo
 from muster.launch.join import join
-from muster.launch.rank import leave_word, settle, speaking_for
+from muster.launch.orphans import supervised
+from muster.launch.process import (
+    exit_without_cleanup,
+    record_error,
+    run_ownership,
+    set_up_process,
+)
 from muster.observe import heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.parallel import mesh as meshes
@@ -26,31 +33,33 @@ from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.train import memory
 from muster.train.loop import train
-from muster.worker.prepare import look, prepare
+from muster.worker.prepare import open_task, prepare
 from muster.worker.results import finish
 
 log = logging.getLogger(__name__)
 
+TrainRank = Callable[[Recipe, RankInfo, runs.Run | None], dict[str, Any]]
 
-def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[str, Any]:
-    """Train as one rank of `place.world` in the run directory that rank 0 names.
+
+def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -> dict[str, Any]:
+    """Train as one rank of `rank_info.world` in the run directory of rank 0.
 
     Rank 0 gets the results, the others an empty dictionary.
     """
-    task = look(recipe, place.world)
-    mesh, run = meet(recipe, place, run)
-    heartbeat.start(run.path, place.rank, recipe.distributed.stall_limit_s)
+    task = open_task(recipe)
+    mesh, run = connect_ranks(recipe, rank_info, run)
+    heartbeat.start(run.path, rank_info.rank, recipe.distributed.stall_limit_s)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
-        place.rank,
-        place.world,
-        place.local_rank,
+        rank_info.rank,
+        rank_info.world,
+        rank_info.local_rank,
     )
     try:
         job = prepare(recipe, mesh, run, task)
         results = finish(job, run, train(job))
     except BaseException as error:
-        leave_word(run.path, place.rank, error)
+        record_error(run.path, rank_info.rank, error)
         if not isinstance(error, memory.StartSmaller):
             heartbeat.failed(error)
         raise
@@ -60,12 +69,14 @@ def run_rank(recipe: Recipe, place: Place, run: runs.Run | None = None) -> dict[
     return results
 
 
-def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs.Run]:
-    """Join the other ranks, side by side for now, in rank 0's run directory."""
+def connect_ranks(
+    recipe: Recipe, rank_info: RankInfo, run: runs.Run | None
+) -> tuple[Mesh, runs.Run]:
+    """Join the process group, data-parallel for now, and open rank 0's run directory."""
     options = recipe.distributed
-    if run is not None and place.rank == 0:
+    if run is not None and rank_info.rank == 0:
         heartbeat.clear(run.path)
-    mesh = join(place, options.backend, options.timeout_s)
+    mesh = join(rank_info, options.backend, options.timeout_s)
     path: list[Any] = [str(run.path.resolve()) if run else None]
     if mesh.world > 1:
         dist.broadcast_object_list(path)
@@ -74,7 +85,7 @@ def meet(recipe: Recipe, place: Place, run: runs.Run | None) -> tuple[Mesh, runs
 
 
 def _check_shared(folder: Path, mesh: Mesh) -> None:
-    """A checkpoint's parts come from all nodes, so all of them must see the one run directory."""
+    """All nodes write parts of a checkpoint, so all of them must see the same run directory."""
     blind = [
         host
         for host, sees in mesh.gather((os.uname().nodename, (folder / "run.json").is_file()))
@@ -87,20 +98,47 @@ def _check_shared(folder: Path, mesh: Mesh) -> None:
         )
 
 
+def run_process(
+    recipe: Recipe,
+    rank_info: RankInfo,
+    run: runs.Run | None,
+    claim: TextIOWrapper | None = None,
+    train_rank: TrainRank = run_rank,
+) -> dict[str, Any]:
+    """What every rank's process does, whichever launcher started it: torchrun, srun, mpirun, deepspeed,
+    torch.multiprocessing, a supervisor of muster's, or a user by plain python.
+
+    Rank 0 has the run directory and, where there is no supervisor, the `claim` on it.
+    """
+    set_up_process(rank_info, recipe.distributed.strategy)
+    if run is None or claim is None:
+        return train_rank(recipe, rank_info, run)
+    with run_ownership(run, claim, rank_info.world):
+        return train_rank(recipe, rank_info, run)
+
+
+def listen_for_stop(rank_info: RankInfo) -> None:
+    """Signals that ask for a checkpoint at the next step. torchrun's SIGTERM is none of them: torchrun
+    kills its ranks seconds later."""
+    stopping.listen(signal.SIGUSR1)
+    if rank_info.launcher != "torchrun" or supervised():
+        stopping.listen(signal.SIGTERM)
+
+
 def main(folder: str) -> None:
-    """A worker process's whole life. It leaves without tearing anything down: all that matters is
-    on disk by then, other ranks may still sit in a collective, and destructors can wait for them."""
-    run, place, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
-    stopping.listen(signal.SIGTERM, signal.SIGUSR1)
-    log_to_file(run.path, place.rank)
+    """`python -m muster.worker RUN`. It exits without cleanup: all results are on disk by then,
+    other ranks may still be in a collective, and destructors can wait for them."""
+    run, rank_info, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
+    listen_for_stop(rank_info)
+    try:
+        claim = None if supervised() or rank_info.rank > 0 else run.claim()
+    except LaunchError as error:  # another process owns the run: nothing is written into it
+        sys.exit(f"error: {error}")
+    log_to_file(run.path, rank_info.rank)
     try:
         recipe = from_resolved(run.path / "recipe.yaml")
-        settle(place, recipe.distributed.strategy)
-        with nullcontext() if place.agent else speaking_for(run, place):
-            run_rank(recipe, place, run)
+        run_process(recipe, rank_info, run, claim)
     except BaseException as error:
-        leave_word(run.path, place.rank, error)
+        record_error(run.path, rank_info.rank, error)
         code = SHRINK if isinstance(error, memory.StartSmaller) else 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    exit_without_cleanup(code)

@@ -1,4 +1,5 @@
-"""Everything that a rank builds before its first step: data, layout, engine, and where it goes on."""
+"""Everything that a rank builds before its first step: data, layout, engine, and the checkpoint to
+resume from."""
 
 from __future__ import annotations
 
@@ -14,41 +15,42 @@ from muster import runs
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
 from muster.errors import DataError, RecipeError
-from muster.hardware import environment, inventory
+from muster.hardware import cpus
+from muster.hardware.environment import data_workers
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
 from muster.parallel.apply import apply
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
-from muster.parallel.layout import Layout, layout_for
+from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import microbatches
-from muster.plan.batch import BatchSizes
 from muster.plan.strategy import decide, parameter_count
+from muster.recipe.batch import BatchSizes
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.train import memory
 from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint
-from muster.train.loop import Job
+from muster.train.compatibility import refuse_other_data, refuse_other_recipe
+from muster.train.job import Job
 from muster.train.optimizer import make_optimizer
 from muster.train.precision import LossScale, resolve_precision
-from muster.train.same_maths import refuse_other_data, refuse_other_recipe
 from muster.worker.results import write_plan
 
 log = logging.getLogger(__name__)
 
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
-    """Everything built, the newest checkpoint loaded, ready for the first step."""
+    """Build everything and load the newest checkpoint."""
     precision = resolve_precision(recipe.training.precision, mesh.device)
-    task = task or look(recipe, mesh.world)
+    task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
     decision = decide(recipe, task, source, mesh, precision)
-    mesh = mesh.arranged(decision.layout)
+    mesh = mesh.with_layout(decision.layout)
     pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
-    sizes = memory.shrunk(decision.sizes, mesh, run.path, pieces)
+    sizes = memory.shrunk_sizes(decision.sizes, mesh, run.path, pieces)
     loader = open_data(recipe, task, source, mesh, sizes, pieces)
     engine = build_engine(recipe, task, mesh, sizes, precision, run)
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
@@ -61,7 +63,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         start=resumed.step,
     )
     parameters = parameter_count(task)
-    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, decision.promised)
+    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, decision.expected)
     if resumed.saved or resumed.passed_over:
         path, passed_over = str(resumed.saved and resumed.saved.path), resumed.passed_over
         observer.event("resumed", step=resumed.step, path=path, passed_over=passed_over)
@@ -98,7 +100,7 @@ def open_data(
         groups=source.groups,
         windows=task.windows(source.lengths, training=True),
     )
-    source.reserve(plan.reach)
+    source.reserve(plan.reserve_size)
     workers = recipe.data.workers
     return Loader(
         source,
@@ -107,16 +109,21 @@ def open_data(
         rank=mesh.data_rank,
         ranks=mesh.layout.data_ranks,
         accumulation=sizes.accumulation * pieces,
-        workers=environment.data_workers(inventory.detect(), 1) if workers == "auto" else workers,
+        workers=_data_workers(mesh) if workers == "auto" else workers,
         prefetch=recipe.data.prefetch,
         pin=mesh.device.type == "cuda",
     )
 
 
+def _data_workers(mesh: Mesh) -> int:
+    """On the cores that this rank is pinned to, which it shares with no other."""
+    return data_workers(cpus.find(Path("/")).usable, gpus=int(mesh.device.type == "cuda"))
+
+
 def build_engine(
     recipe: Recipe, task: Task, mesh: Mesh, sizes: BatchSizes, precision: str, run: runs.Run
 ) -> Engine:
-    """The model and its optimizer under the layout, with weights drawn from the seed or read."""
+    """The model and its optimizer in the layout, with weights initialized from the seed or loaded."""
     torch.manual_seed(recipe.seed)
     solved = _with_sizes(recipe, sizes)
     if mesh.layout.zero and mesh.first:
@@ -128,7 +135,7 @@ def build_engine(
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on: the checkpoint it was loaded from, if any, and the trainer's own state."""
+    """Where a run resumes: the checkpoint it was loaded from, if any, and the trainer's state."""
 
     saved: Saved | None
     passed_over: list[str]
@@ -160,7 +167,7 @@ def resume(
 
 
 def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
-    """What tells this data from other data, the same on all ranks or refused."""
+    """Identifies the data; refused where it is not the same on all ranks."""
     lengths = hashlib.sha256(source.lengths.tobytes())
     lengths.update(source.fingerprint())
     mine = {
@@ -190,15 +197,14 @@ def open_source(task: Task, recipe: Recipe, mesh: Mesh) -> Source:
     source = task.source("train")
     if source is None:
         raise DataError(f"data.train: {recipe.data.train} has no training data")
-    if mesh.device.type == "cpu":  # decoding beside a CPU that computes slows both down
+    if mesh.device.type == "cpu":  # decoding while the CPU computes slows both down
         source.preload(torch.get_num_threads())
     return source
 
 
-def look(recipe: Recipe, world: int) -> Task:
-    """The task, its data indexed. Ranks look before they meet: an index of durations or a stream of
-    tokens is made once per machine, under a lock, and may take longer than a rank waits for others."""
-    layout_for(recipe.distributed, world)  # refused before any data is read
+def open_task(recipe: Recipe) -> Task:
+    """The task, its data indexed. Called before the rendezvous: an index of durations or a stream of
+    tokens is built once per machine, under a lock, and may take longer than the timeout."""
     task = build_task(recipe)
     for split in ("train", "validation", "test"):
         task.source(split)
@@ -206,7 +212,7 @@ def look(recipe: Recipe, world: int) -> Task:
 
 
 def _pipeline_pieces(recipe: Recipe, layout: Layout, sizes: BatchSizes) -> int:
-    """Pieces of each micro-batch that flow through a pipeline; without one, 1."""
+    """Pipeline micro-batches of each micro-batch; without a pipeline, 1."""
     if layout.pipeline == 1:
         return 1
     options = recipe.distributed.pipeline_options

@@ -1,4 +1,4 @@
-"""What a run leaves in its directory: plan.json, environment.json and training_results.json."""
+"""Files of a run: plan.json, environment.json and training_results.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from muster.data.batches import BatchPlan
 from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
-from muster.plan.batch import BatchSizes
-from muster.train.evaluate import Evaluation, tell_broken
-from muster.train.loop import Job, score
+from muster.recipe.batch import BatchSizes
+from muster.train.evaluate import Evaluation, log_bad_rows
+from muster.train.job import Job
+from muster.train.loop import score
 
 
 def write_plan(
@@ -77,16 +78,16 @@ def _device_name(mesh: Mesh) -> str:
 
 
 def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
-    """Score what was trained, and write the results: rank 0 returns them."""
+    """Evaluate the trained model, and write the results: rank 0 returns them."""
     final = final_scores(job, done)
-    tell_broken(job.loader.source, job.mesh)
+    log_bad_rows(job.loader.source, job.mesh)
     if not job.mesh.first:
         return {}
     return write_results(job, run, done, final)
 
 
 def final_scores(job: Job, done: int) -> Evaluation | None:
-    """Of a run that came to its end: on test data if there is any, else on validation data."""
+    """Of a finished run: on test data if there is any, else on validation data."""
     if done < job.steps or not job.recipe.evaluation.final:
         return None
     return score(job, done, "test", "validation")
@@ -103,7 +104,7 @@ def write_results(
 
 
 def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
-    """The run on one page, but for its scores."""
+    """The contents of training_results.json without the scores."""
     planned = json.loads((run.path / "plan.json").read_text())
     environment = json.loads((run.path / "environment.json").read_text())
     metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
@@ -129,7 +130,7 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
 
 
 def scores_part(final: Evaluation | None) -> dict[str, Any]:
-    """The scores' part of that page."""
+    """The scores' part of training_results.json."""
     return {
         "scored": final.split if final else "",
         "scores": final.scores if final else {},
@@ -139,6 +140,6 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How often, and how long at most, training stood still for a checkpoint."""
+    """How often, and for how long at most, a checkpoint blocked training."""
     longest = max((event["stall_s"] for event in saves), default=None)
     return {"saves": len(saves), "longest_save_stall_s": longest}

@@ -35,7 +35,7 @@ from muster.launch.join import joined
 from muster.observe import stopping
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.plan.batch import solve
+from muster.recipe.batch import solve
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task

@@ -68,7 +68,7 @@ def forward(model: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
     for needs_backward in (False, True):
         with Recorder() as recorder, torch.set_grad_enabled(needs_backward):  # muster's recorder
             logits = model(tokens)
-            left.append(recorder.held.total())
+            left.append(recorder.allocated.total())
         if isinstance(model, FSDPModule) and not needs_backward:
             del logits
             model.reshard()

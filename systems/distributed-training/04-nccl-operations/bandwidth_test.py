@@ -23,8 +23,8 @@ from torch import Tensor
 
 from muster.launch.cluster import own_arguments
 from muster.launch.join import joined
-from muster.parallel.collectives import bus_share
 from muster.parallel.mesh import Mesh
+from muster.probes.collectives import bus_share
 
 WARM_UP, REPEATS = 3, 20
 

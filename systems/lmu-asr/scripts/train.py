@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from muster.scripts import train_here
+from muster.entrypoints.script import train_here
 
 CONFIG = Path(__file__).parent.parent / "configs" / "base_config.yaml"
 

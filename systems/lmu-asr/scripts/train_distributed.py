@@ -6,7 +6,7 @@ Uses every GPU; without one, a rank per CPU core.
 import sys
 from pathlib import Path
 
-from muster.scripts import train_spawned
+from muster.entrypoints.script import train_spawned
 
 CONFIG = Path(__file__).parent.parent / "configs" / "multi_gpu.yaml"
 

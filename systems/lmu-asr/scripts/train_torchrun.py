@@ -6,7 +6,7 @@ Every rank runs this file; muster reads torchrun's variables to learn which one 
 import sys
 from pathlib import Path
 
-from muster.scripts import train_here
+from muster.entrypoints.script import train_here
 
 CONFIG = Path(__file__).parent.parent / "configs" / "multi_gpu.yaml"
 

@@ -87,9 +87,9 @@ def collectives(
     )
     if document is None:
         return
-    from muster.bench.collectives import learn, wrong_rows
+    from muster.bench.collectives import save_for_planner, wrong_rows
 
-    words = learn(document, folder)
+    words = save_for_planner(document, folder)
     if not as_json:
         console.print(words, soft_wrap=True, markup=False)
     if wrong_rows(document):

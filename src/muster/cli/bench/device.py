@@ -29,7 +29,7 @@ def device(
     ] = 10.0,
     as_json: JsonOption = False,
 ) -> None:
-    """What this GPU (or, without one, the CPU) reaches, beside what its maker promises."""
+    """What this GPU (or, without one, the CPU) reaches, against its specification."""
     from muster.bench.device import bench
 
     document, path = bench(folder, seconds)
@@ -52,8 +52,8 @@ def _show(document: dict[str, Any], path: Path) -> None:
         of_host = key.endswith(("_to_device_gb_per_s", "_to_host_gb_per_s"))
         peak = document["peaks"].get("host_gb_per_s" if of_host else key)
         reached = f"{figures[key] / peak:.0%}" if peak else "–"
-        promised = f"{peak:,.4g}" if peak else "–"
-        table.add_row(label, f"{figures[key]:,.3g} {unit}", promised, reached)
+        specified = f"{peak:,.4g}" if peak else "–"
+        table.add_row(label, f"{figures[key]:,.3g} {unit}", specified, reached)
     console.print(f"{document['title']}, torch {document['torch']}", markup=False)
     console.print(table)
     console.print(f"kept in {path}", soft_wrap=True, markup=False)

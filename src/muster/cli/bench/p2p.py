@@ -49,7 +49,7 @@ def p2p(
     """Bandwidth and latency from each rank to each other; slow links by name. Exit code 1 where values
     arrive wrong."""
     if gpus == 1 and not nodes:
-        raise LaunchError("--gpus 1: one rank has nobody to talk to; start at least two")
+        raise LaunchError("--gpus 1: one rank has no peer; start at least two")
     document = measure_and_show(
         "p2p",
         {"size": size_in("--size", size) if size else None},

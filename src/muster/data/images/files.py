@@ -1,0 +1,249 @@
+"""Encoded images, and parquet files of them with their labels."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from muster.data import parquet
+from muster.data.cache import load_index, save_index, stamp
+from muster.errors import DataError, MusterError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+log = logging.getLogger(__name__)
+
+IMAGE_NAMES = ("image", "img")
+LABEL_NAMES = ("label", "labels", "fine_label")
+NAMED_PROBLEMS = 5
+
+Label = int | str
+Pixels = NDArray[np.uint8]  # [channels, height, width]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Mean and deviation of pixels between 0 and 1, per channel."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+GREY = Scale((0.1307,), (0.3081,))  # MNIST's
+COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # ImageNet's
+
+
+def decode(encoded: bytes | Path, draft: bool = False) -> Image:
+    """`draft` reads the whole JPEG but decodes it at an eighth of its size."""
+    library = pillow()
+    try:
+        image = library.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
+        if draft:
+            image.draft(image.mode, (1, 1))
+        image.load()
+    except FileNotFoundError:
+        raise DataError(f"the image file {encoded!s} does not exist") from None
+    except (OSError, SyntaxError, ValueError, library.DecompressionBombError) as error:
+        words = "" if isinstance(error, library.UnidentifiedImageError) else f" ({error})"
+        raise DataError(f"not readable as an image{words}") from None
+    if image.mode in ("I", "F"):
+        raise DataError("its pixels have 32 bits; expected 8 or 16")
+    return image
+
+
+def fit(image: Image, channels: int, size: int) -> Pixels:
+    """[channels, size, size], bilinear."""
+    if image.mode.startswith("I;16"):  # Pillow would clip at 255 and not scale
+        image = pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    image = image.convert("L" if channels == 1 else "RGB")
+    if image.size != (size, size):
+        image = image.resize((size, size), pillow().Resampling.BILINEAR)
+    return np.asarray(image).reshape(size, size, channels).transpose(2, 0, 1)
+
+
+def pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise MusterError("images need Pillow: pip install 'muster-train[examples]'") from None
+    return Image
+
+
+class ImageRow(NamedTuple):
+    file: int
+    number: int
+    label: Label | None
+    channels: int
+    problem: str | None
+
+
+class ParquetImages:
+    """Rows with an encoded image, as bytes or as a file beside the parquet file, and a label.
+
+    Row groups are read on demand and cached within a budget; thread-safe.
+    """
+
+    size: int | None = None
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        image_column: str | None = None,
+        label_column: str | None = None,
+        max_bad_fraction: float = 0.01,
+    ) -> None:
+        self.paths = list(paths)
+        self._readers = [parquet.open_parquet(path) for path in self.paths]
+        self._starts = [parquet.group_starts(reader) for reader in self._readers]
+        self._columns = [
+            _find_columns(path, reader.schema_arrow, image_column, label_column)
+            for path, reader in zip(self.paths, self._readers, strict=True)
+        ]
+        self._cache: OrderedDict[tuple[int, int], pa.ChunkedArray] = OrderedDict()
+        self._lock = threading.Lock()
+        rows = [row for file in range(len(self.paths)) for row in self._check_rows(file)]
+        self._check_bad_rows(rows, max_bad_fraction)
+        self.rows = [row for row in rows if not row.problem]
+        self.labels: Sequence[Label] = [row.label for row in self.rows if row.label is not None]
+        self.channels = max(row.channels for row in self.rows)
+        self.scale = GREY if self.channels == 1 else COLOUR
+
+    def name(self, index: int) -> str:
+        return self._row_name(self.rows[index])
+
+    def pixels(self, index: int, channels: int, size: int) -> Pixels:
+        row = self.rows[index]
+        starts = self._starts[row.file]
+        group = int(np.searchsorted(starts, row.number, side="right")) - 1
+        with self._lock:
+            cells = self._group(row.file, group)
+        try:
+            cell = cells[row.number - starts[group]].as_py()
+            return fit(decode(_encoded(cell, self.paths[row.file].parent)), channels, size)
+        except DataError as error:
+            raise DataError(f"{self.name(index)}: {error}") from None
+
+    def _row_name(self, row: ImageRow) -> str:
+        """`train-00003.parquet row 17`, for messages."""
+        return f"{self.paths[row.file].name} row {row.number}"
+
+    def _check_rows(self, file: int) -> list[ImageRow]:
+        """Every row and its problem. Each image is decoded once, as only that finds truncated data; the
+        result is cached in an index while the file does not change."""
+        path, (image, label) = self.paths[file], self._columns[file]
+        groups = range(self._readers[file].num_row_groups)
+        labels = [x for group in groups for x in self._read(file, group, label).to_pylist()]
+        of = stamp(path, image)
+        checks = load_index(path, image)
+        if checks is None:
+            log.info("checking %d images of %s", len(labels), path.name)
+            checks, cacheable = [], True
+            with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+                for group in groups:
+                    cells = self._read(file, group, image).to_pylist()
+                    checks += pool.map(_check_image, cells, repeat(path.parent))
+                    cacheable = cacheable and all(_inside(cell) for cell in cells)
+            if cacheable:
+                save_index(path, of, checks)
+        return [
+            ImageRow(
+                file, i, name, int(channels or 0), "the label is empty" if name is None else problem
+            )
+            for i, (name, (channels, problem)) in enumerate(zip(labels, checks, strict=True))
+        ]
+
+    def _check_bad_rows(self, rows: list[ImageRow], max_bad_fraction: float) -> None:
+        bad = [row for row in rows if row.problem]
+        if not rows:
+            raise DataError(f"no rows in {', '.join(map(str, self.paths))}")
+        if not bad:
+            return
+        named = "; ".join(f"{self._row_name(row)}: {row.problem}" for row in bad[:NAMED_PROBLEMS])
+        if len(bad) > NAMED_PROBLEMS:
+            named += " …"
+        if len(bad) == len(rows) or len(bad) > max_bad_fraction * len(rows):
+            cure = f"raise data.max_bad_fraction above {len(bad) / len(rows):.3f} to train without them"
+            if len(bad) == len(rows):
+                cure = "see data.image_column and data.label_column"
+            raise DataError(
+                f"{len(bad)} of {len(rows)} rows cannot be read ({named}); fix them, or {cure}"
+            )
+        log.warning("%d of %d rows cannot be read and are left out: %s", len(bad), len(rows), named)
+
+    def _group(self, file: int, group: int) -> pa.ChunkedArray:
+        key = (file, group)
+        if key not in self._cache:
+            self._cache[key] = self._read(file, group, self._columns[file][0])
+            while (
+                sum(cells.nbytes for cells in self._cache.values()) > parquet.ROW_GROUP_CACHE_BYTES
+                and len(self._cache) > 1
+            ):
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def _read(self, file: int, group: int, column: str) -> pa.ChunkedArray:
+        try:
+            return self._readers[file].read_row_group(group, columns=[column]).column(0)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{self.paths[file]}, row group {group}, column {column}: {str(error).splitlines()[0]}"
+            ) from None
+
+
+def _find_columns(
+    path: Path, schema: pa.Schema, image_column: str | None, label_column: str | None
+) -> tuple[str, str]:
+    return (
+        parquet.pick_column(path, schema, image_column, IMAGE_NAMES, _holds_image, "image"),
+        parquet.pick_column(path, schema, label_column, LABEL_NAMES, _holds_label, "label"),
+    )
+
+
+def _holds_image(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind):
+        return any(kind.field(i).name in ("bytes", "path") for i in range(kind.num_fields))
+    return parquet.is_binary(kind)
+
+
+def _holds_label(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _holds_label(kind.value_type)
+    return bool(pa.types.is_integer(kind)) or parquet.holds_text(kind)
+
+
+def _inside(cell: Any) -> bool:
+    """The image itself is in the parquet file, so it cannot change without it."""
+    return isinstance(cell, bytes) or (isinstance(cell, dict) and bool(cell.get("bytes")))
+
+
+def _encoded(cell: Any, folder: Path) -> bytes | Path:
+    if isinstance(cell, dict):
+        cell = cell.get("bytes") or cell.get("path")
+    if not cell:
+        raise DataError("the image is empty")
+    return cell if isinstance(cell, bytes) else folder / cell
+
+
+def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None]:
+    """Channels of an image, or its problem."""
+    try:
+        image = decode(_encoded(cell, folder), draft=True)
+    except DataError as error:
+        return None, str(error)
+    grey = image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
+    return 1 if grey else 3, None

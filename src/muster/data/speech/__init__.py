@@ -1,0 +1,1 @@
+"""Clips of speech: audio, its index, features, transcripts and their symbols."""

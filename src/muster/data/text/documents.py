@@ -1,0 +1,139 @@
+"""Text for language models, one document at a time: parquet, JSON lines, plain files.
+
+Documents are streamed, so a corpus may be larger than memory. A row without usable text is skipped
+and counted; `BadRows.check` raises if there are too many.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from muster.data.parquet import TEXT_NAMES, holds_text, open_parquet, pick_column
+from muster.errors import DataError
+
+log = logging.getLogger(__name__)
+
+NAMED_PROBLEMS = 5
+ROWS_AT_A_TIME = 256
+
+
+@dataclass(frozen=True)
+class Document:
+    file: int  # which of the paths
+    row: int  # counted from 0; always 0 for a plain file
+    text: str
+
+
+@dataclass
+class BadRows:
+    """How many rows could not be read, and the first few by name."""
+
+    count: int = 0
+    named: list[str] = field(default_factory=list)
+
+    def add(self, where: str, why: str) -> None:
+        self.count += 1
+        if len(self.named) < NAMED_PROBLEMS:
+            self.named.append(f"{where}: {why}")
+
+    def check(self, rows: int, max_bad_fraction: float) -> None:
+        """Log a few; more than data.max_bad_fraction are an error."""
+        if not self.count:
+            return
+        listed = "; ".join(self.named) + (" …" if self.count > len(self.named) else "")
+        if self.count > max_bad_fraction * rows:
+            cure = (
+                f"raise data.max_bad_fraction above {self.count / rows:.3f} to train without them"
+            )
+            if self.count == rows:
+                cure = "see data.text_column"
+            raise DataError(
+                f"{self.count} of {rows} documents cannot be read ({listed}); fix them, or {cure}"
+            )
+        log.warning(
+            "%d of %d documents cannot be read and are left out: %s", self.count, rows, listed
+        )
+
+
+def row_name(path: Path, row: int) -> str:
+    """`/data/train-00003.parquet row 17`, for messages."""
+    return f"{path} row {row}" if path.suffix in (".parquet", ".jsonl") else str(path)
+
+
+def read_documents(
+    paths: Sequence[Path], text_column: str | None, bad: BadRows
+) -> Iterator[Document]:
+    """Every document of `paths`, in order. Empty ones are included; unreadable ones go to `bad`."""
+    for file, path in enumerate(paths):
+        for row, cell in _cells(path, text_column):
+            try:
+                yield Document(file, row, _text(cell))
+            except ValueError as error:
+                bad.add(row_name(path, row), str(error))
+
+
+def _cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
+    """Rows and what is found there: a string, bytes to decode, or the reason why there is none."""
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_cells(path, text_column)
+        elif path.suffix == ".jsonl":
+            yield from _json_cells(path, text_column)
+        else:
+            yield 0, path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _parquet_cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
+    with open_parquet(path) as reader:
+        column = pick_column(path, reader.schema_arrow, text_column, TEXT_NAMES, holds_text, "text")
+        row = 0
+        try:
+            for batch in reader.iter_batches(ROWS_AT_A_TIME, columns=[column]):
+                cells = batch.column(0)
+                for cell in cells.cast(pa.large_binary()).to_pylist():
+                    yield row, ValueError("the text is null") if cell is None else cell
+                    row += 1
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{path}, column {column}, from row {row}: {str(error).splitlines()[0]}"
+            ) from None
+
+
+def _json_cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
+    names = (text_column,) if text_column else TEXT_NAMES
+    with path.open("rb") as lines:
+        for row, line in enumerate(lines):
+            if line.strip():
+                yield row, _json_cell(line, names)
+
+
+def _json_cell(line: bytes, names: Sequence[str]) -> Any:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        return ValueError(f"no valid JSON ({error})")
+    if not isinstance(document, dict):
+        return ValueError("the line holds no JSON object")
+    texts = (document[name] for name in names if isinstance(document.get(name), str))
+    return next(texts, ValueError(f"no text under {' or '.join(names)}"))
+
+
+def _text(cell: Any) -> str:
+    if isinstance(cell, ValueError):
+        raise cell
+    try:
+        if isinstance(cell, bytes):
+            return cell.decode()
+        cell.encode()  # JSON can spell half of a surrogate pair, which is no character
+        return str(cell)
+    except UnicodeError as error:
+        raise ValueError(f"the text is not UTF-8 ({error})") from None

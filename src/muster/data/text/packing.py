@@ -1,0 +1,274 @@
+"""Documents as one long stream of tokens, cut into sequences of equal length.
+
+The stream is `end doc end doc end … doc end`, so every token of every document is predicted exactly
+once, and so is every end; only the first `end` is not. Sequence `i` reads tokens `i·length` to
+`(i+1)·length` and predicts each from those before it: neighbours share one token, the last target
+of one and the first input of the next.
+
+Tokenizing happens once per machine. The stream is written to the user's cache as .npy files, under
+a name made of the files' identities and the tokenizer, and mapped into memory by every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.data import cache
+from muster.data.text.documents import BadRows, Document, read_documents, row_name
+from muster.data.text.tokenizers import Tokenizer
+from muster.errors import DataError
+
+log = logging.getLogger(__name__)
+
+STREAM_VERSION = 1
+SAMPLED = 1 << 20  # tokens of a stream that go into its fingerprint
+CHARACTERS_AT_A_TIME = 1 << 20
+LARGEST_SIZE = 255  # bytes of text per token that fit the small array; the surplus is kept apart
+
+
+@dataclass(frozen=True)
+class PackedSample:
+    id: int
+    tokens: NDArray[
+        np.int64
+    ]  # [time + 1]: the inputs are all but the last, the targets all but the first
+    bytes: int  # of text that the targets stand for
+    documents: NDArray[np.int64]  # [time] which document of the sequence an input belongs to
+    positions: NDArray[np.int64]  # [time] restart with each document
+
+
+class PackedSource:
+    """Indexed sequences of `length` targets.
+
+    The rest of the stream that does not fill a sequence is left out of training (`whole`), and is a
+    shorter last sequence where every token must count.
+    """
+
+    groups: None = None
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        tokenizer: Tokenizer,
+        length: int,
+        *,
+        whole: bool,
+        text_column: str | None = None,
+        max_bad_fraction: float = 0.01,
+    ) -> None:
+        self.paths, self.length = list(paths), length
+        self.broken: dict[int, str] = {}
+        self.stream = open_stream(self.paths, tokenizer, text_column)
+        self.stream.bad.check(self.stream.rows, max_bad_fraction)
+        targets = len(self.stream.tokens) - 1
+        count = targets // length if whole else -(-targets // length)
+        if count == 0:
+            raise DataError(
+                f"the text in {', '.join(map(str, self.paths[:5]))} makes {targets} tokens, less than "
+                f"one sequence of data.sequence_length={length}; add text, or shorten the sequence"
+            )
+        self.lengths = np.full(count, float(length))
+
+    def fingerprint(self) -> bytes:
+        """Hash of a sample of the tokens."""
+        tokens = self.stream.tokens
+        return hashlib.sha256(tokens[:: len(tokens) // SAMPLED + 1].tobytes()).digest()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def load(self, index: int) -> PackedSample:
+        begin, stream = index * self.length, self.stream
+        tokens = stream.tokens[begin : begin + self.length + 1].astype(np.int64)
+        positions = np.arange(begin, begin + len(tokens) - 1)
+        documents = np.searchsorted(stream.starts, positions, side="right")
+        first = np.maximum(stream.starts[documents - 1], begin)
+        return PackedSample(
+            id=index,
+            tokens=tokens,
+            bytes=stream.bytes_between(begin + 1, begin + len(tokens)),
+            documents=documents - documents[0],
+            positions=positions - first,
+        )
+
+    def name(self, index: int) -> str:
+        """The document that the sequence begins in."""
+        number = int(np.searchsorted(self.stream.starts, index * self.length, side="right")) - 1
+        file, row = int(self.stream.files[number]), int(self.stream.row_numbers[number])
+        return f"sequence {index}, from {row_name(self.paths[file], row)}"
+
+    def reserve(self, samples: int) -> None:
+        """Nothing to do: the stream is memory-mapped."""
+
+    def preload(self, threads: int) -> None:
+        """Nothing to do: the stream is memory-mapped."""
+
+
+@dataclass(frozen=True)
+class TokenStream:
+    """The cached token stream. Arrays are memory-mapped."""
+
+    tokens: NDArray[Any]  # uint16 or uint32
+    sizes: NDArray[np.uint8]  # bytes of text per token, up to LARGEST_SIZE
+    large: NDArray[np.int64]  # positions of tokens with more …
+    surplus: NDArray[np.int64]  # … and how many more
+    starts: NDArray[np.int64]  # position of the `end` before each document
+    files: NDArray[np.int64]  # of each document
+    row_numbers: NDArray[np.int64]
+    rows: int  # documents looked at
+    bad: BadRows
+
+    def bytes_between(self, begin: int, end: int) -> int:
+        low, high = np.searchsorted(self.large, [begin, end])
+        return int(self.sizes[begin:end].sum(dtype=np.int64) + self.surplus[low:high].sum())
+
+
+ARRAYS = ("tokens", "sizes", "large", "surplus", "starts", "files", "row_numbers")
+
+
+def open_stream(
+    paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None
+) -> TokenStream:
+    """From the cache, else tokenized and cached."""
+    folder = cache.cache_folder() / "tokens" / _key(paths, tokenizer, text_column)
+    found = _load(folder)
+    if found is None:
+        try:
+            with cache.exclusive_lock(folder):
+                if _load(folder) is None:
+                    log.info("tokenizing %d file(s) into %s", len(paths), folder)
+                    _make(folder, paths, tokenizer, text_column)
+        except OSError as error:
+            raise DataError(
+                f"cannot write tokens to {folder} ({error.strerror}); free some space, or set "
+                "XDG_CACHE_HOME to a folder that has it"
+            ) from None
+        found = _load(folder)
+    if found is None:
+        raise DataError(
+            f"the tokens in {folder} cannot be read; remove that folder and start again"
+        )
+    return found
+
+
+def _key(paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None) -> str:
+    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    identities = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    document = [STREAM_VERSION, identities, tokenizer.fingerprint(), text_column]
+    return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:24]
+
+
+def _load(folder: Path) -> TokenStream | None:
+    try:
+        about = json.loads((folder / "stream.json").read_text())
+        arrays: dict[str, Any] = {
+            name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS
+        }
+    except (OSError, ValueError):
+        return None
+    return TokenStream(**arrays, rows=about["rows"], bad=BadRows(**about["bad"]))
+
+
+def _make(
+    folder: Path, paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None
+) -> None:
+    """Under a temporary name first: the folder that counts is whole or not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        writer = _StreamWriter(temporary, tokenizer)
+        bad, rows = BadRows(), 0
+        for texts in _groups(read_documents(paths, text_column, bad)):
+            rows += len(texts)
+            writer.add([document for document in texts if document.text])
+        writer.close()
+        about = {"rows": rows + bad.count, "bad": dataclasses.asdict(bad)}
+        (temporary / "stream.json").write_text(json.dumps(about))
+        if _load(folder) is None:  # else another machine that shares the cache was faster
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+    except OSError:
+        if _load(folder) is None:
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Enough text at a time to keep a tokenizer's threads busy."""
+    group: list[Document] = []
+    held = 0
+    for document in documents:
+        group.append(document)
+        held += len(document.text)
+        if held >= CHARACTERS_AT_A_TIME:
+            yield group
+            group, held = [], 0
+    yield group
+
+
+class _StreamWriter:
+    def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        kinds: dict[str, Any] = dict.fromkeys(ARRAYS, np.int64)
+        kinds |= {"sizes": np.uint8, "tokens": np.uint16 if tokenizer.size <= 2**16 else np.uint32}
+        self.arrays = {n: GrowingArray(folder / f"{n}.npy", kind) for n, kind in kinds.items()}
+        self._append([tokenizer.end], [0])
+
+    def add(self, documents: Sequence[Document]) -> None:
+        encoded = self.tokenizer.encode_all([document.text for document in documents])
+        for document, (ids, sizes) in zip(documents, encoded, strict=True):
+            self.arrays["starts"].append([self.arrays["tokens"].length - 1])
+            self.arrays["files"].append([document.file])
+            self.arrays["row_numbers"].append([document.row])
+            self._append(
+                np.append(ids, np.uint32(self.tokenizer.end)),
+                np.append(sizes, 0)[: len(ids) + 1],
+            )
+
+    def close(self) -> None:
+        for array in self.arrays.values():
+            array.close()
+
+    def _append(self, tokens: Any, sizes: Any) -> None:
+        sizes = np.asarray(sizes, np.int64)
+        large = np.flatnonzero(sizes > LARGEST_SIZE)
+        self.arrays["large"].append(large + self.arrays["tokens"].length)
+        self.arrays["surplus"].append(sizes[large] - LARGEST_SIZE)
+        self.arrays["sizes"].append(np.minimum(sizes, LARGEST_SIZE))
+        self.arrays["tokens"].append(tokens)
+
+
+class GrowingArray:
+    """A one-dimensional .npy file written piece by piece; its header leaves room for the length."""
+
+    def __init__(self, path: Path, kind: Any) -> None:
+        self.kind, self.length = np.dtype(kind), 0
+        self._file = path.open("wb")
+        self._write_header()
+
+    def append(self, values: Any) -> None:
+        self._file.write(np.asarray(values, self.kind).tobytes())
+        self.length += len(values)
+
+    def close(self) -> None:
+        self._file.seek(0)
+        self._write_header()
+        self._file.close()
+
+    def _write_header(self) -> None:
+        about = {"descr": self.kind.str, "fortran_order": False, "shape": (self.length,)}
+        np.lib.format.write_array_header_1_0(self._file, about)

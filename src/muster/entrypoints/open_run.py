@@ -1,0 +1,115 @@
+"""Before a run starts: checks, and creating or finding its run directory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from muster.errors import LaunchError
+
+if TYPE_CHECKING:
+    from io import TextIOWrapper
+
+    from rich.console import Console
+
+    from muster.recipe.schema import Recipe
+    from muster.runs import Run
+
+
+def existing_run(text: str, runs_elsewhere: bool = False) -> Run | None:
+    """A run to resume; None for anything else. On other nodes than 0 it may already be running."""
+    from muster import runs
+
+    path = Path(text)
+    if not (path / "run.json").is_file():
+        return None
+    run = runs.Run(path.resolve())
+    if not runs_elsewhere and run.state() in ("queued", "starting", "running"):
+        raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
+    return run
+
+
+def _await_end(run: Run) -> None:
+    """A lost pod's run looks like a running one until its heartbeat file is stale. A queued run waits for
+    this very start."""
+    from muster import runs
+
+    end = time.monotonic() + runs.STALE_S + 5.0
+    while run.state() in ("starting", "running") and run.elsewhere() and time.monotonic() < end:
+        time.sleep(1.0)
+    if run.state() == "queued":
+        run.update(state="stopped")
+
+
+def open_run(
+    recipe: Recipe, existing: Run | None, name: str | None, console: Console | None = None
+) -> tuple[Run, TextIOWrapper]:
+    """The run directory, and the claim on it: a new run, or one to resume with the same maths. With a
+    `console`, speech is indexed first, with a progress bar."""
+    from muster import runs
+
+    root = Path(recipe.logging.dir)
+    if existing is None and name and (root / name / "run.json").is_file():
+        _await_end(runs.Run(root / name))
+        existing = existing_run(str(root / name))
+    if existing:
+        _check_same_maths(existing, recipe)
+    if console:
+        _index_speech(recipe, console)
+    run = existing or runs.create(root, recipe.name, {}, exact=name)
+    claim = run.claim()
+    _write_recipe(run, recipe)
+    return run, claim
+
+
+def check_before_launch(recipe: Recipe, ranks: int) -> None:
+    """Refuse what is known to fail, before a run directory exists."""
+    from muster.data import corpus
+    from muster.parallel.layout import layout_for
+    from muster.recipe.batch import solve
+
+    data = recipe.data
+    solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
+    corpus.check(recipe.task, data.train, data.validation, data.test)
+
+
+def _index_speech(recipe: Recipe, console: Console) -> None:
+    """Durations are read here, once and with a progress bar, rather than by the ranks."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from muster.data import corpus
+    from muster.data.speech import index
+
+    if corpus.CONTENT[recipe.task] != "speech":
+        return
+    data = recipe.data
+    named = (data.train, data.validation, data.test)
+    splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
+    paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress("indexing durations", *columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=None)
+        index.ensure_index(
+            list(dict.fromkeys(paths)),
+            data.audio_column,
+            data.text_column,
+            progress=lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+
+
+def _check_same_maths(run: Run, recipe: Recipe) -> None:
+    """A run resumes only with the same maths; checked before its recipe is replaced. One that was killed
+    during its first save has no checkpoint, and starts from step 0."""
+    from muster.observe.results import complete_steps
+    from muster.train.checkpoint import open_checkpoint
+    from muster.train.compatibility import refuse_other_recipe
+
+    if complete_steps(run.path):
+        refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
+
+
+def _write_recipe(run: Run, recipe: Recipe) -> None:
+    from muster.recipe.describe import to_yaml
+
+    (run.path / "recipe.yaml").write_text(to_yaml(recipe))

@@ -1,0 +1,1 @@
+"""Using a checkpoint in one process: scores, transcripts, generated text, export."""

@@ -1,0 +1,185 @@
+"""Checkpoints for other programs: a language model or a Whisper as a Hugging Face folder, or its
+adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from muster.data.speech.whisper_features import preprocessor_config
+from muster.errors import MusterError
+from muster.inference import averaging
+from muster.inference.load import trained_model, trained_task
+from muster.models import lora
+from muster.models.huggingface import folder as huggingface
+from muster.models.huggingface.tensors import refuse_full
+from muster.models.weights import Weights
+from muster.models.whisper import folder as whisper_folder
+from muster.recipe.schema import Recipe
+from muster.tasks.causal_lm import CausalLM
+from muster.tasks.speech_seq2seq import SpeechSeq2Seq
+from muster.train.checkpoint import Saved
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    adapter: bool = False,
+    average: int = 1,
+    blend: float | None = None,
+) -> None:
+    """A run's newest checkpoint, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
+
+    Without `adapter`, adapters are merged into the weights they stand beside. `average` takes the
+    mean of so many checkpoints, that one the last; `blend` then goes only that share of the way from
+    the pretrained weights (WiSE-FT, Wortsman et al. 2022).
+    """
+    if not checkpoint.exists():
+        raise MusterError(f"no checkpoint at {checkpoint}")
+    _check_options(adapter, average, blend)
+    refuse_full(folder.absolute())
+    chosen = averaging.last_checkpoints(checkpoint, average)
+    saved, task = chosen[0], _task(chosen[0])
+    if adapter:
+        _export_adapter(saved, task, folder)
+        return
+    base = None if blend is None else _pretrained(saved, task)
+    state = averaging.mean((_whole(one, task) for one in chosen), average)
+    if base is not None and blend is not None:
+        averaging.blend(state, base, blend)
+    if isinstance(task, SpeechSeq2Seq):
+        whisper_folder.export(folder, task.config, state, *_processor(task))
+        return
+    files, keys = _tokenizer(task)
+    huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
+
+
+def _check_options(adapter: bool, average: int, blend: float | None) -> None:
+    if average < 1:
+        raise MusterError(f"--average {average}: expected a number of checkpoints, 1 or more")
+    if blend is not None and not 0 < blend <= 1:
+        raise MusterError(
+            f"--blend {blend}: expected more than 0, which would be the pretrained model, and at "
+            "most 1, the trained one"
+        )
+    mixed = "--average" if average > 1 else "--blend" if blend is not None else None
+    if adapter and mixed:
+        raise MusterError(
+            f"{mixed} is of whole weights, and two thin matrices cannot hold what comes of it; leave "
+            f"--adapter out, or {mixed}"
+        )
+
+
+def _export_adapter(saved: Saved, task: CausalLM | SpeechSeq2Seq, folder: Path) -> None:
+    options = task.recipe.model.lora
+    if options is None:
+        raise MusterError(
+            f"{saved.path} was trained without model.lora, so it has no adapters; leave --adapter out"
+        )
+    if task.recipe.model.pretrained is None:
+        raise MusterError(
+            f"{saved.path} has adapters on a model that was not pretrained, so the base model is not "
+            "available elsewhere; leave --adapter out to export the whole model"
+        )
+    lora.export_adapter(
+        folder,
+        task.config,
+        _weights(saved, task),
+        rank=options.rank,
+        alpha=options.alpha,
+        base=_base(task.recipe.model.pretrained),
+        family=task.family if isinstance(task, CausalLM) else None,
+    )
+
+
+def _pretrained(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> Weights:
+    if task.recipe.model.pretrained is None:
+        raise MusterError(
+            f"{saved.path} was trained without model.pretrained, so there is nothing to blend it "
+            "with; leave --blend out"
+        )
+    try:
+        return task.weights()
+    except MusterError as error:
+        raise MusterError(f"--blend reads the pretrained model again: {error}") from None
+
+
+def _task(saved: Saved) -> CausalLM | SpeechSeq2Seq:
+    task = trained_task(saved)
+    if not isinstance(task, CausalLM | SpeechSeq2Seq):
+        raise MusterError(
+            f"{saved.path} is of task {task.recipe.task}; only language models (causal-lm) and Whisper "
+            "(speech-seq2seq) have a Hugging Face form to export to"
+        )
+    return task
+
+
+def _whole(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
+    """Adapters merged: a mean of them would not be the mean of their products."""
+    state, options = _weights(saved, task), task.recipe.model.lora
+    return state if options is None else lora.merged(state, options.alpha, options.rank)
+
+
+def _weights(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
+    return dict(trained_model(saved, task).state_dict())
+
+
+def _base(pretrained: str) -> str:
+    path = Path(pretrained).expanduser()
+    return str(path.absolute()) if path.is_dir() else pretrained
+
+
+def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The tokenizer as the checkpoint has it, with the other files of the original."""
+    files: dict[str, bytes] = {}
+    keys: dict[str, Any] = {"bos_token_id": task.tokenizer.end, "eos_token_id": task.tokenizer.end}
+    saved = task.tokenizer.to_json()
+    if saved["kind"] != "huggingface":
+        return files, keys
+    files["tokenizer.json"] = saved["tokenizer"].encode()
+    original = _original(task.recipe)
+    if original is None:
+        return files, keys
+    found, ids = huggingface.tokenizer_of(original)
+    return files | found, keys | ids
+
+
+def _processor(task: SpeechSeq2Seq) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """All that transformers' WhisperProcessor and `generate` need, from the checkpoint alone, and
+    the ids that config.json gives."""
+    data, found = task.recipe.data, task.generation
+    generation = task.tokens.generation_config(
+        found.suppress, found.suppress_first, data.language, data.speech_task
+    )
+    if found.keys:  # the pretrained model's, except language and task
+        trained = {k: generation[k] for k in ("language", "task") if k in generation}
+        generation = found.keys | trained
+    documents: dict[str, Any] = {
+        "generation_config.json": generation,
+        "preprocessor_config.json": preprocessor_config(task.config.mels),
+    }
+    if task.spelling is not None:
+        documents["normalizer.json"] = task.spelling
+    files = {name: json.dumps(d, indent=2).encode() for name, d in documents.items()}
+    keys = {
+        "bos_token_id": task.tokens.end,
+        "eos_token_id": task.tokens.end,
+        "pad_token_id": task.tokens.end,
+        "decoder_start_token_id": task.tokens.start,
+    }
+    return task.tokens.files() | files, keys
+
+
+def _original(recipe: Recipe) -> Path | None:
+    """The folder that the tokenizer was read from, if it is on this machine."""
+    if recipe.data.tokenizer.path is not None:
+        path = Path(recipe.data.tokenizer.path).expanduser()
+        return path if path.is_dir() else path.parent if path.is_file() else None
+    try:
+        return huggingface.locate(str(recipe.model.pretrained), fetch=False)
+    except MusterError:
+        return None

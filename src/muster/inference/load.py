@@ -1,0 +1,164 @@
+"""Opening a checkpoint, or a Hugging Face folder of Whisper's, in one process."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
+from muster.errors import MusterError, RecipeError
+from muster.models.whisper import folder as whisper_folder
+from muster.parallel.materialise import materialise
+from muster.recipe.schema import Recipe
+from muster.tasks import build_task
+from muster.tasks.base import Task
+from muster.tasks.speech_ctc import SpeechCTC
+from muster.tasks.speech_seq2seq import SpeechSeq2Seq
+from muster.train.checkpoint import Saved, load_model, open_checkpoint
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model of any task, ready for use."""
+
+    task: Task
+    model: nn.Module
+    device: torch.device
+    saved: Saved
+
+
+@dataclass(frozen=True)
+class Recogniser:
+    """A model that turns audio into text."""
+
+    task: SpeechCTC | SpeechSeq2Seq
+    model: nn.Module
+    device: torch.device
+    longest: float = LONGEST  # seconds, maximum window
+    timestamps: bool = False  # decode with timestamps
+
+    @property
+    def rate(self) -> int:
+        return self.task.recipe.data.sample_rate
+
+
+def load_trained(
+    checkpoint: Path,
+    evaluation: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
+) -> Trained:
+    """From a run directory (its newest complete checkpoint) or one `step-<n>` folder.
+
+    `evaluation` and `data` replace keys of the recipe's sections of those names.
+    """
+    if not checkpoint.exists():
+        raise MusterError(f"no checkpoint at {checkpoint}")
+    saved = open_checkpoint(checkpoint)
+    task = trained_task(saved, evaluation, data)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Trained(task, trained_model(saved, task).to(device).eval(), device, saved)
+
+
+def trained_task(
+    saved: Saved,
+    evaluation: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
+) -> Task:
+    """The task of a checkpoint, from its own recipe and files."""
+    document = json.loads((saved.path / "recipe.json").read_text())
+    document["evaluation"] |= evaluation or {}
+    document["data"] |= data or {}
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValueError as error:
+        raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
+    return build_task(recipe, json.loads((saved.path / "assets.json").read_text()))
+
+
+def trained_model(saved: Saved, task: Task) -> nn.Module:
+    """The task's model on the CPU with the checkpoint's weights."""
+    with torch.device("meta"):
+        model = task.build_model()
+    model.to_empty(device="cpu")
+    with warnings.catch_warnings():  # torch warns that no process group is initialized
+        warnings.simplefilter("ignore", UserWarning)
+        load_model(saved, model)
+    return model
+
+
+def load_recogniser(
+    checkpoint: Path,
+    evaluation: dict[str, object] | None = None,
+    *,
+    language: str | None = None,
+    timestamps: bool | None = None,
+) -> Recogniser:
+    """From a speech task's checkpoint or a Hugging Face folder of Whisper's.
+
+    `language` replaces data.language. `timestamps`: whether Whisper is asked for times; by default
+    where it learned to tell them, as OpenAI's models did.
+    """
+    if is_folder(checkpoint):
+        return load_folder(checkpoint, evaluation, language=language, timestamps=timestamps)
+    found = load_trained(checkpoint, evaluation, {"language": language} if language else {})
+    task, where = found.task, found.saved.path
+    if isinstance(task, SpeechCTC):
+        if timestamps:
+            raise MusterError(
+                f"{where} is of task speech-ctc, which has no timestamps; leave them out"
+            )
+        return Recogniser(task, found.model, found.device)
+    if not isinstance(task, SpeechSeq2Seq):
+        raise MusterError(
+            f"{where} is of task {task.recipe.task}; transcribing needs speech-ctc or speech-seq2seq"
+        )
+    with_timestamps = task.recipe.data.timestamps if timestamps is None else timestamps
+    # Without timestamps, windows are as in training: the last bucket is the encoder's maximum.
+    longest = LONGEST if with_timestamps else task.buckets[-2:][0]
+    longest = min(longest, float(task.windows(np.array([longest]), training=False)[0]))
+    return Recogniser(task, found.model, found.device, longest, with_timestamps)
+
+
+def is_folder(checkpoint: Path) -> bool:
+    """Whether this is a Hugging Face folder, and no run of muster's."""
+    return (checkpoint / "config.json").is_file()
+
+
+def load_folder(
+    folder: Path,
+    evaluation: dict[str, object] | None = None,
+    data: dict[str, object] | None = None,
+    *,
+    language: str | None = None,
+    timestamps: bool | None = None,
+) -> Recogniser:
+    """A pretrained Whisper as it is."""
+    try:
+        positions = whisper_folder.read_config(folder).source_positions
+        window = min(LONGEST, positions / TICKS_PER_SECOND)
+        recipe = Recipe.model_validate(
+            {
+                "task": "speech-seq2seq",
+                "model": {"pretrained": str(folder)},
+                "data": {"language": language, "window": window, **(data or {})},
+                "training": {"steps": 1},
+                "evaluation": evaluation or {},
+            }
+        )
+        task = SpeechSeq2Seq(recipe)
+        weights = task.weights()
+    except RecipeError as error:
+        words = str(error).removeprefix("model.pretrained: ")
+        raise MusterError(words.replace("data.language", "--language")) from None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        model = task.build_model()
+    materialise(model, weights, device)
+    with_timestamps = bool(task.tokens.languages) if timestamps is None else timestamps
+    return Recogniser(task, model.eval(), device, window, with_timestamps)

@@ -1,0 +1,103 @@
+"""A rank's process around its training: CPU affinity and environment, ownership of the run directory,
+and error reports."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import TextIOWrapper
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from muster import runs
+from muster.errors import MusterError
+from muster.hardware import affinity, environment, inventory, network
+from muster.launch import cluster, failure
+from muster.launch.cluster import RankInfo
+from muster.observe.results import write_json
+
+log = logging.getLogger(__name__)
+
+
+def set_up_process(rank_info: RankInfo, strategy: str) -> None:
+    """Pin to cores near this rank's GPU, or to its own share of them; set the variables for the hardware,
+    and torch's own for libraries that read nothing else."""
+    found = inventory.detect()
+    nodes = rank_info.world // rank_info.local_world
+    environment.apply(
+        environment.variables(
+            found, rank_info.local_world, strategy, nodes=nodes, master=rank_info.address
+        )
+    )
+    cores = os.sched_getaffinity(0)
+    bound = rank_info.launcher in ("srun", "mpirun") and len(cores) < (os.cpu_count() or 1)
+    if not bound:  # else the launcher has bound each rank already
+        gpu = rank_info.local_rank if found.gpus else None
+        cores = affinity.cores_for(rank_info.local_rank, rank_info.local_world, found, gpu)
+        affinity.pin(cores)
+    threads = os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(cores))
+    if rank_info.world == 1:
+        return
+    cluster.export(rank_info, os.environ)
+    if nodes == 1 and (interface := network.interface_for(rank_info.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+@contextmanager
+def run_ownership(run: runs.Run, claim: TextIOWrapper, world: int) -> Iterator[None]:
+    """For rank 0 without a supervisor: it writes the run's state, heartbeat and failure."""
+    with claim:
+        run.own()
+        run.keep_alive()
+        run.update(state="running", ranks=world, failure=None, exit_code=None)
+        try:
+            yield
+        except BaseException as error:
+            record_error(run.path, 0, error)
+            time.sleep(1.0)  # the rank that failed first may still be writing its report
+            found = failure.collect(run.path, {}, world)
+            run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+            raise
+
+
+def record_error(folder: Path, rank: int, error: BaseException) -> None:
+    """Write this rank's error report, once; the supervisor reads it."""
+    if getattr(error, "recorded", False):
+        return
+    error.recorded = True  # type: ignore[attr-defined]
+    expected, message = isinstance(error, MusterError), str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        expected, message = (
+            True,
+            f"the disk that holds {folder} is full; free some space and resume",
+        )
+    log.error("%s", message if expected else traceback.format_exc())
+    document = {
+        "rank": rank,
+        "host": os.uname().nodename,
+        "time": time.time(),
+        "expected": expected,
+        "kind": type(error).__name__,
+        "message": message,
+    }
+    try:
+        write_json(folder / "ranks" / f"{rank}.error.json", document)
+    except OSError:
+        log.error("the error report could not be written: the disk is full")
+
+
+def exit_without_cleanup(code: int) -> NoReturn:
+    """Without destroying the process group: a thread of this process, or another rank, may still be in a
+    collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""Hugging Face folders of language models: config, weights, reading and writing."""

@@ -1,0 +1,1 @@
+"""Whisper: the model, its search, its Hugging Face folders."""

@@ -1,0 +1,280 @@
+"""Whisper, from log-mel frames to text tokens.
+
+Parameters have the names that transformers gives them, and layers its class names. Unlike there, a
+window may be shorter than 30 s: positions are cut to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from muster.models.attention import Cache
+from muster.models.decoder import TiedHead
+from muster.models.plan import ParallelPlan
+from muster.models.weights import FreshWeights, Region
+from muster.models.whisper.search import Search, generate
+
+SOURCE_POSITIONS = "model.encoder.embed_positions.weight"
+
+
+@dataclass(frozen=True)
+class WhisperConfig:
+    vocab: int
+    width: int
+    encoder_layers: int
+    encoder_heads: int
+    encoder_hidden: int  # of the feed-forward
+    decoder_layers: int
+    decoder_heads: int
+    decoder_hidden: int
+    mels: int = 80
+    source_positions: int = 1500  # the longest window: two frames each, 20 ms
+    target_positions: int = 448  # the most tokens, prompt and end included
+    dropout: float = 0.0  # on what is added to the residual stream, and on its beginning
+
+    def __post_init__(self) -> None:
+        for name in ("encoder_heads", "decoder_heads"):
+            if self.width % (heads := getattr(self, name)):
+                raise ValueError(f"width {self.width} is not a multiple of {name} {heads}")
+
+
+class WhisperCache(Cache):
+    """Keys and values of the decoder: self-attention, and cross-attention once per layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoded: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def select(self, rows: Tensor) -> None:
+        """Reorder self-attention to `rows`; cross-attention is unchanged."""
+        self.layers = {i: (k[rows], v[rows]) for i, (k, v) in self.layers.items()}
+
+
+class WhisperAttention(nn.Module):
+    def __init__(self, width: int, heads: int, layer: int = 0) -> None:
+        super().__init__()
+        self.heads, self.layer = heads, layer
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width)
+        self.q_proj = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, width)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoded: Tensor | None = None,
+        cache: WhisperCache | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """x [batch, time, width] attends to itself, or to `encoded` [batch, source, width]."""
+        q = self._heads(self.q_proj(x))
+        if cache is not None and encoded is not None and self.layer in cache.encoded:
+            k, v = cache.encoded[self.layer]
+        else:
+            source = x if encoded is None else encoded
+            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+            if cache is not None and encoded is not None:
+                cache.encoded[self.layer] = (k, v)
+            elif cache is not None:
+                k, v = cache.append(self.layer, k, v)
+        if cache is not None:  # one new token sees all that came before it
+            causal = causal and q.shape[2] > 1
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class WhisperEncoderLayer(nn.Module):
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.self_attn = WhisperAttention(config.width, config.encoder_heads)
+        self.self_attn_layer_norm = nn.LayerNorm(config.width)
+        self.fc1 = nn.Linear(config.width, config.encoder_hidden)
+        self.fc2 = nn.Linear(config.encoder_hidden, config.width)
+        self.final_layer_norm = nn.LayerNorm(config.width)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + drop(self, self.self_attn(self.self_attn_layer_norm(x)))
+        x = x + drop(self, self.fc2(F.gelu(self.fc1(self.final_layer_norm(x)))))
+        if x.dtype == torch.float16:  # large encoders come close to its end
+            limit = torch.finfo(x.dtype).max - 1000
+            x = x.clamp(-limit, limit)
+        return x
+
+
+class WhisperDecoderLayer(nn.Module):
+    def __init__(self, config: WhisperConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = WhisperAttention(config.width, config.decoder_heads, layer)
+        self.self_attn_layer_norm = nn.LayerNorm(config.width)
+        self.encoder_attn = WhisperAttention(config.width, config.decoder_heads, layer)
+        self.encoder_attn_layer_norm = nn.LayerNorm(config.width)
+        self.fc1 = nn.Linear(config.width, config.decoder_hidden)
+        self.fc2 = nn.Linear(config.decoder_hidden, config.width)
+        self.final_layer_norm = nn.LayerNorm(config.width)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
+        """x [batch · beams, time, width]; encoded [batch, source, width]."""
+        said = self.self_attn(self.self_attn_layer_norm(x), cache=cache, causal=True)
+        x = x + drop(self, said)
+        # Listening has no order, so a row's beams ask as one longer row: keys need no copies.
+        asked = self.encoder_attn_layer_norm(x).reshape(encoded.shape[0], -1, encoded.shape[2])
+        x = x + drop(self, self.encoder_attn(asked, encoded, cache).reshape(x.shape))
+        return x + drop(self, self.fc2(F.gelu(self.fc1(self.final_layer_norm(x)))))
+
+
+class ConvGELU(nn.Conv1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(super().forward(x))
+
+
+class WhisperEncoder(nn.Module):
+    """Frames `[batch, frames, mels]` to states `[batch, frames / 2, width]`."""
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.conv1 = ConvGELU(config.mels, config.width, kernel_size=3, padding=1)
+        self.conv2 = ConvGELU(config.width, config.width, kernel_size=3, stride=2, padding=1)
+        self.embed_positions = nn.Embedding(config.source_positions, config.width)
+        self.embed_positions.requires_grad_(False)
+        layers = range(config.encoder_layers)
+        self.layers = nn.ModuleList([WhisperEncoderLayer(config) for _ in layers])
+        self.layer_norm = nn.LayerNorm(config.width)
+        self.dropout = config.dropout
+
+    def forward(self, features: Tensor) -> Tensor:
+        frames, most = features.shape[1], 2 * self.embed_positions.num_embeddings
+        if frames % 2 or not 0 < frames <= most:
+            raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
+        x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
+        x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
+        x = drop(self, x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.layer_norm(x)
+
+
+class WhisperDecoder(nn.Module):
+    """Tokens `[batch, time]` and the encoder's output to states `[batch, time, width]`."""
+
+    def __init__(self, config: WhisperConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab, config.width)
+        self.embed_positions = nn.Embedding(config.target_positions, config.width)
+        layers = range(config.decoder_layers)
+        self.layers = nn.ModuleList([WhisperDecoderLayer(config, i) for i in layers])
+        self.layer_norm = nn.LayerNorm(config.width)
+        self.dropout = config.dropout
+
+    def forward(self, tokens: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
+        past = cache.length if cache is not None else 0
+        positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        x = drop(self, self.embed_tokens(tokens) + self.embed_positions(positions))
+        for layer in self.layers:
+            x = layer(x, encoded, cache)
+        return self.layer_norm(x)
+
+
+class Whisper(nn.Module):
+    """Logits `[batch, time, vocab or more]`, see `decoder.project`; or, with a `search`, new tokens."""
+
+    def __init__(self, config: WhisperConfig, freeze_encoder: bool = False) -> None:
+        super().__init__()
+        self.config, self.freeze_encoder = config, freeze_encoder
+        encoder, decoder = WhisperEncoder(config), WhisperDecoder(config)
+        if freeze_encoder:
+            encoder.requires_grad_(False)
+        self.model = nn.ModuleDict({"encoder": encoder, "decoder": decoder})
+        self.proj_out = TiedHead(decoder.embed_tokens)
+
+    def forward(self, features: Tensor, tokens: Tensor, search: Search | None = None) -> Tensor:
+        """`features` [batch, frames, mels], an even number of frames up to 2 · source_positions.
+
+        With a `search`, `tokens` [batch, time] are the prompt, and the result is what follows,
+        [batch, new], padded with `search.end`.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_encoder):
+            encoded = self.model["encoder"](features)
+        if search is None:
+            return self.proj_out(self.model["decoder"](tokens, encoded))
+        return generate(search, tokens, _CachedDecoder(self, encoded), self.config.target_positions)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        config = self.config
+        return ParallelPlan(
+            blocks=(WhisperEncoderLayer.__name__, WhisperDecoderLayer.__name__),
+            compiled=("model.encoder.conv1", "model.encoder.conv2", "proj_out"),
+            heads=math.gcd(config.encoder_heads, config.decoder_heads),
+            kv_heads=math.gcd(config.encoder_heads, config.decoder_heads),
+            vocab=config.vocab,
+            hidden=config.decoder_hidden,
+            width=config.width,
+            head_cost=config.vocab * config.width,
+            tied=True,
+            cast_weights=True,
+        )
+
+
+class _CachedDecoder:
+    """The decoder with its key-value cache, for one search."""
+
+    def __init__(self, model: Whisper, encoded: Tensor) -> None:
+        self.model, self.encoded, self.cache = model, encoded, WhisperCache()
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Logits [rows, vocab], float32, of what follows `tokens` [rows, time] and all before."""
+        x = self.model.model["decoder"](tokens, self.encoded, self.cache)
+        logits = self.model.proj_out(x[:, -1])
+        return logits[:, : self.model.config.vocab].float()
+
+    def select(self, rows: Tensor) -> None:
+        self.cache.select(rows)
+
+
+def drop(module: nn.Module, x: Tensor) -> Tensor:
+    p: float = module.dropout  # type: ignore[assignment]
+    return F.dropout(x, p, module.training) if p else x
+
+
+def initial_std(name: str, shape: tuple[int, ...]) -> float | None:
+    """Standard deviation of a parameter's initial values; None: norms start at one, biases at zero.
+
+    Layers preserve the scale of their inputs. With one small std for all, as in transformers, a
+    narrow encoder's output would initially depend on little besides its positions.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind == "bias" or module.endswith("layer_norm"):
+        return None
+    return 0.02 if "embed_" in module else 1 / math.sqrt(math.prod(shape[1:]))
+
+
+class FreshWhisper:
+    """Random weights, a function of (seed, name); the encoder's positions are sines and cosines."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def read(
+        self, name: str, shape: tuple[int, ...], region: Region, device: torch.device
+    ) -> Tensor:
+        if name == SOURCE_POSITIONS:
+            return sinusoids(*shape)[region].to(device)
+        std = initial_std(name, shape)
+        return FreshWeights(self.seed, lambda _: std).read(name, shape, region, device)
+
+
+def sinusoids(positions: int, width: int) -> Tensor:
+    """[positions, width]: sines, then cosines, of wavelengths from 2π to 20,000π positions."""
+    slowing = math.log(10_000) / (width // 2 - 1)
+    angle = torch.arange(positions)[:, None] * torch.exp(-slowing * torch.arange(width // 2))
+    return torch.cat([angle.sin(), angle.cos()], dim=1)

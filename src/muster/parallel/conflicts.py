@@ -1,0 +1,58 @@
+"""Settings that are valid alone but not together, refused before anything is built."""
+
+from __future__ import annotations
+
+from muster.errors import RecipeError
+from muster.parallel.layout import Layout
+from muster.recipe.schema import Recipe
+
+
+def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
+    training, options = recipe.training, recipe.distributed
+    splits = layout.tensor > 1
+    if training.cuda_graphs and (layout.world > 1 or layout.zero):
+        raise RecipeError(
+            f"training.cuda_graphs: graphs are captured on a single GPU; this is {layout}. Set it to "
+            "false, or train with --gpus 1"
+        )
+    if training.cuda_graphs and recipe.task not in ("speech-seq2seq", "causal-lm"):
+        raise RecipeError(
+            f"training.cuda_graphs: for speech-seq2seq and causal-lm; {recipe.task} synchronizes "
+            "with the GPU within a step, which cannot be captured. Set it to false"
+        )
+    if training.cuda_graphs and training.activation_checkpointing != "none":
+        raise RecipeError(
+            "training.cuda_graphs: activation checkpointing cannot be captured; set it to false, or "
+            "training.activation_checkpointing to none"
+        )
+    if recipe.model.lora and (layout.zero or splits or layout.pipeline > 1):
+        raise RecipeError(
+            f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
+            "Change distributed.strategy"
+        )
+    if splits and options.tensor_options.sequence_parallel:
+        length = recipe.data.sequence_length
+        if length % layout.tensor:
+            raise RecipeError(
+                f"data.sequence_length: {length} is not a multiple of the {layout.tensor} tensor ranks "
+                f"that share each sequence; use {length - length % layout.tensor}, or set "
+                "distributed.tensor_options.sequence_parallel=false"
+            )
+    elif splits and recipe.model.dropout:
+        raise RecipeError(
+            "model.dropout: tensor ranks with replicated activations would draw different dropout "
+            "masks; set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
+        )
+    accumulates = training.gradient_accumulation_steps not in (1, "auto")  # already resolved
+    if layout.only_replicas and layout.world > 1 and options.ddp.static_graph and accumulates:
+        raise RecipeError(
+            "distributed.ddp.static_graph: true, but torch cannot combine it with gradient "
+            "accumulation; set it to false, or training.gradient_accumulation_steps=1"
+        )
+    if options.fsdp.cpu_offload and (
+        layout.zero or layout.shard * layout.replicate == 1 or layout.only_replicas
+    ):
+        raise RecipeError(
+            f"distributed.fsdp.cpu_offload: nothing is sharded by FSDP under {layout}; use strategy "
+            "fsdp or hsdp, or set it to false"
+        )

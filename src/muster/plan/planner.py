@@ -1,0 +1,226 @@
+"""Memory and step time of one choice of settings for a recipe on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from muster.parallel.layout import Layout, strategy_name
+from muster.parallel.pipeline import stages_per_rank
+from muster.plan.compiled import Compiler
+from muster.plan.kernels import Speeds
+from muster.plan.memory import GIB, MARGIN, Choice, MemoryEstimate, Offload, estimate_memory
+from muster.plan.profile import ExecutionMode, ModelCost, Profile, record
+from muster.plan.shards import Stage, stages
+from muster.plan.subject import Subject, blocks_of
+from muster.plan.time import Cluster, Duration, MicroBatchTime, micro_batch_time, step_time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One choice of settings with its predicted memory and step time."""
+
+    choice: Choice
+    estimates: tuple[MemoryEstimate, ...]  # by pipeline stage
+    duration: Duration
+    samples: int  # per step
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """Of the rank that needs most."""
+        return max(self.estimates, key=lambda n: n.total)
+
+    @property
+    def strategy(self) -> str:
+        return strategy_name(self.choice.layout)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.duration.total
+
+
+@contextlib.contextmanager
+def tensor_ranks(count: int) -> Iterator[Any]:
+    """A fake process group with this process as rank 0."""
+    if dist.is_initialized():
+        raise RuntimeError("tensor ranks must be planned before init_process_group")
+    dist.init_process_group("fake", rank=0, world_size=count)
+    try:
+        yield init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass
+class Planner:
+    """Evaluates choices for one recipe on one cluster. Recordings are made lazily and cached."""
+
+    subject: Subject
+    cluster: Cluster
+    precision: str
+    measure_loading: bool = False  # of data, on this machine
+    _profiles: dict[tuple[ExecutionMode, bool], Profile] = field(default_factory=dict)
+    _workloads: dict[Any, ModelCost] = field(default_factory=dict)
+    _stages: dict[Any, list[Stage]] = field(default_factory=dict)
+    _compiler: Compiler = field(default_factory=Compiler)
+    _micro_batch_times: dict[Any, MicroBatchTime] = field(default_factory=dict)
+    _savings: dict[ExecutionMode, float] = field(default_factory=dict)
+
+    def on(self, cluster: Cluster) -> Planner:
+        """The same recordings for another cluster."""
+        return replace(self, cluster=cluster)
+
+    def evaluate(self, choice: Choice) -> Plan:
+        mode = self._mode(choice)
+        found = self.stages(choice.layout)
+        estimates, slowest = [], None
+        for stage in found:
+            workload = self._workload(mode, stage, choice.rows, costliest=True)
+            estimates.append(
+                estimate_memory(choice, stage, workload, cast=self.subject.plan.cast_weights)
+            )
+            usual = self._workload(mode, stage, choice.rows, costliest=False)
+            duration = step_time(
+                choice,
+                stage,
+                self._micro_batch_time(usual, stage.last),
+                self.cluster,
+                rounded=self.subject.plan.cast_weights,
+                loading=self._loading,
+                fused=self._fused(mode),
+            )
+            if slowest is None or duration.total > slowest.total:
+                slowest = duration
+        assert slowest is not None
+        total = self.subject.recipe.training.global_batch_size
+        return Plan(choice, tuple(estimates), slowest, total)
+
+    def fits(self, plan: Plan) -> bool:
+        return plan.memory.total <= (1 - MARGIN) * self.capacity
+
+    @property
+    def capacity(self) -> float:
+        return self.cluster.device.memory_gib * GIB
+
+    def shortfall(self, plan: Plan) -> str:
+        part = plan.memory.largest
+        return (
+            f"needs {plan.memory.total / GIB:.1f} of {self.capacity / GIB:.1f} GiB even with "
+            f"{choice_summary(plan.choice)}: {part} {plan.memory.parts[part] / GIB:.1f}"
+        )
+
+    def offload(self, layout: Layout) -> Offload:
+        """As set in the recipe."""
+        options = self.subject.recipe.distributed
+        zero = options.deepspeed if layout.zero else None
+        if zero is None:
+            shards = layout.data_ranks > 1 and not layout.only_replicas
+            return "all" if options.fsdp.cpu_offload and shards else "none"
+        if zero.offload_param != "none":
+            return "all"
+        return "optimizer" if zero.offload_optimizer != "none" else "none"
+
+    def _mode(self, choice: Choice) -> ExecutionMode:
+        rounded = choice.sharded or choice.layout.zero > 0
+        return ExecutionMode(
+            self.precision,
+            choice.checkpointing,
+            choice.compiled,
+            rounded and self.precision != "fp32",
+            choice.layout.tensor,
+        )
+
+    def _profile(self, mode: ExecutionMode, costliest: bool) -> Profile:
+        fixed = self.subject.recipe.task == "causal-lm" or self.subject.source is None
+        key = (mode, costliest or fixed)
+        if key not in self._profiles:
+            if mode.tensor == 1:
+                self._profiles[key] = record(
+                    self.subject, mode, costliest=key[1], compiler=self._compiler
+                )
+            else:
+                options = self.subject.recipe.distributed.tensor_options
+                with tensor_ranks(mode.tensor) as axis:
+                    self._profiles[key] = record(
+                        self.subject, mode, costliest=key[1], axis=axis, options=options
+                    )
+        return self._profiles[key]
+
+    def _micro_batch_time(self, workload: ModelCost, last: bool) -> MicroBatchTime:
+        """Head and loss count for the last stage only."""
+        cluster = self.cluster
+        key = (id(workload), last, cluster.device.name, cluster.world, cluster.per_node)
+        if key not in self._micro_batch_times:
+            mine = workload if last else workload.of_blocks()
+            self._micro_batch_times[key] = micro_batch_time(mine, self.cluster)
+        return self._micro_batch_times[key]
+
+    def _workload(
+        self, mode: ExecutionMode, stage: Stage, rows: int, *, costliest: bool
+    ) -> ModelCost:
+        profile = self._profile(mode, costliest)
+        depths = dict(self._depths)
+        if len(depths) == 1:
+            depths = dict.fromkeys(depths, stage.layers)
+        key = (id(profile), tuple(depths.values()), rows)
+        if key not in self._workloads:
+            self._workloads[key] = profile.workload(depths, rows)
+        return self._workloads[key]
+
+    @cached_property
+    def _depths(self) -> dict[str, int]:
+        model, plan = self.subject.model, self.subject.plan
+        return {name: len(blocks) for name, blocks in blocks_of(model, plan.blocks).items()}
+
+    def stages(self, layout: Layout) -> list[Stage]:
+        """What each pipeline rank holds."""
+        options = self.subject.recipe.distributed.pipeline_options
+        each = stages_per_rank(options) if layout.pipeline > 1 else 1
+        key = (layout.tensor, layout.pipeline, each)
+        if key not in self._stages:
+            self._stages[key] = stages(self.subject, layout, per_rank=each)
+        return self._stages[key]
+
+    def _fused(self, mode: ExecutionMode) -> float:
+        """Time of pointwise kernels when compiled, relative to eager. Tensor parallelism is recorded in
+        eager mode; the ratio is taken from recordings without it."""
+        if mode.tensor == 1 or not mode.compiled:
+            return 1.0
+        if mode not in self._savings:
+            speeds = Speeds.of(self.cluster.device)
+            whole = replace(mode, tensor=1, checkpointing="none")
+            seconds = [
+                sum(
+                    count * speeds.seconds(cost)
+                    for cost, _, count in self._profile(kind, False).workload(self._depths, 2).ops
+                    if cost.kind == "memory"
+                )
+                for kind in (whole, replace(whole, compiled=False))
+            ]
+            self._savings[mode] = seconds[0] / seconds[1]
+        return self._savings[mode]
+
+    @cached_property
+    def _loading(self) -> float:
+        """Of each rank's share of a step."""
+        return self.subject.loading_seconds / self.cluster.world if self.measure_loading else 0.0
+
+
+def choice_summary(choice: Choice) -> str:
+    """One line of text."""
+    parts = [f"micro-batch {choice.rows}"]
+    if choice.accumulation > 1:
+        parts.append(f"accumulation {choice.accumulation}")
+    if choice.microbatches > 1:
+        parts.append(f"{choice.microbatches} micro-batches in flight")
+    if choice.checkpointing != "none":
+        parts.append(f"{choice.checkpointing} checkpointing")
+    if choice.offload != "none":
+        parts.append("offload to the host")
+    return ", ".join(parts)

@@ -1,0 +1,136 @@
+"""Which weights a rank holds: the model split by tensor and pipeline ranks, then sharded."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from muster.models.plan import ParallelPlan
+from muster.parallel.layout import Layout
+from muster.parallel.pipeline import cut_evenly, layer_costs
+from muster.plan.subject import Subject
+
+FLOAT = 4  # bytes of a float32
+CUT = {"embedding": 0, "heads": 0, "column": 0, "head": 0, "row": 1}  # → sharded dimension
+
+# (stage of a pipeline rank, name of the block); None for parameters outside of blocks.
+Group = tuple[int, str | None]
+REST: Group = (0, None)
+
+
+@dataclass(frozen=True)
+class LocalParameter:
+    """A parameter as one rank has it before sharding."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    group: Group  # FSDP parameter group
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def cut(size: int, parts: int, part: int) -> int:
+    """Rows of chunk `part` where `size` rows are chunked as by torch.chunk."""
+    rows = -(-size // parts)
+    return min(rows, max(0, size - part * rows))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline rank holds; without a pipeline, everything."""
+
+    parameters: tuple[LocalParameter, ...]
+    layers: int  # blocks, in all of its stages
+    first: bool
+    last: bool
+    buffers: int = 0  # bytes of the model's buffers, which are not sharded
+    tied: bool = False  # the head shares the embedding's weight
+
+    @cached_property
+    def early(self) -> int:
+        """Elements outside of blocks whose gradients are ready before those of the blocks."""
+        blocks = (i for i, p in enumerate(self.parameters) if p.group != REST)
+        start = 0 if self.tied else next(blocks, 0)
+        return sum(p.numel for p in self.parameters[start:] if p.group == REST and p.trained)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+    @cached_property
+    def trained(self) -> int:
+        return sum(p.numel for p in self.parameters if p.trained)
+
+    def shards(self, count: int, shard: int = 0, *, trained: bool = False) -> int:
+        """Elements of one of `count` FSDP shards; none is larger than the first."""
+        return sum(self.groups(count, shard, trained=trained).values())
+
+    def groups(self, count: int = 1, shard: int = 0, *, trained: bool = False) -> dict[Group, int]:
+        """The same by FSDP parameter group."""
+        sizes: dict[Group, int] = {}
+        for p in self.parameters:
+            if p.trained or not trained:
+                first, *others = p.shape or (1,)
+                mine = cut(first, count, shard) * math.prod(others)
+                sizes[p.group] = sizes.get(p.group, 0) + mine
+        return sizes
+
+
+def stages(
+    subject: Subject, layout: Layout, *, per_rank: int = 1, tensor_rank: int = 0
+) -> list[Stage]:
+    """By pipeline rank, for one of its tensor ranks; none is larger than the first. `per_rank`:
+    stages per pipeline rank, of an interleaved schedule."""
+    plan, tensor_axis = subject.plan, (layout.tensor, tensor_rank)
+    if layout.pipeline == 1:
+        return [_stage([subject.model], plan, tensor_axis, first=True, last=True)]
+    cuts = cut_evenly(layer_costs(plan), layout.pipeline * per_rank)
+    found = []
+    for rank in range(layout.pipeline):
+        with torch.device("meta"):
+            parts = [subject.task.build_part(*ends) for ends in cuts[rank :: layout.pipeline]]
+        found.append(
+            _stage(parts, plan, tensor_axis, first=rank == 0, last=rank == layout.pipeline - 1)
+        )
+    return found
+
+
+def _stage(
+    parts: list[nn.Module],
+    plan: ParallelPlan,
+    tensor_axis: tuple[int, int],
+    *,
+    first: bool,
+    last: bool,
+) -> Stage:
+    parameters: list[LocalParameter] = []
+    layers = 0
+    for i, part in enumerate(parts):
+        blocks = [n for n, m in part.named_modules() if type(m).__name__ in plan.blocks]
+        layers += len(blocks)
+        for name, p in part.named_parameters():
+            block = next((b for b in blocks if name.startswith(f"{b}.")), None)
+            shape = local_shape(name, tuple(p.shape), plan, *tensor_axis)
+            parameters.append(LocalParameter(name, shape, p.requires_grad, (i, block)))
+    buffers = sum(b.numel() * b.element_size() for part in parts for b in part.buffers())
+    return Stage(tuple(parameters), layers, first, last, buffers, plan.tied)
+
+
+def local_shape(
+    name: str, shape: tuple[int, ...], plan: ParallelPlan, ranks: int, rank: int
+) -> tuple[int, ...]:
+    """The local shape of a parameter on a tensor rank, by the model's parallel plan."""
+    module = name.rpartition(".")[0]
+    how = next((h for pattern, h in plan.tensor.items() if fnmatch.fnmatch(module, pattern)), "")
+    dim = CUT.get(how)
+    if dim is None or dim >= len(shape):  # the bias of a row-wise layer is replicated
+        return shape
+    return (*shape[:dim], cut(shape[dim], ranks, rank), *shape[dim + 1 :])

@@ -1,0 +1,1 @@
+"""Collectives and transfers between pairs of ranks with known results, for `muster check` and `muster bench`."""

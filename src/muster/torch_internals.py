@@ -1,0 +1,46 @@
+"""Every private name of torch's that muster uses, and where torch keeps it.
+
+Torch may move or change these in any release. `tests/test_torch_internals.py` looks each of them up,
+so a new torch that lacks one fails there first, by name. A name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+HOMES = {
+    # fake tensors and what happens below autograd: the planner's recordings
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    "_disable_current_modes": "torch.utils._python_dispatch",
+    "_get_dispatch_mode": "torch._C",
+    "_TorchDispatchModeKey": "torch._C",
+    "_current_graph_task_id": "torch._C",
+    "tree_flatten": "torch.utils._pytree",
+    "tree_leaves": "torch.utils._pytree",
+    "tree_map": "torch.utils._pytree",
+    "tree_unflatten": "torch.utils._pytree",
+    # what torch.compile would make of a block
+    "_reparametrize_module": "torch.nn.utils.stateless",
+    "aot_function": "torch._functorch.aot_autograd",
+    "min_cut_rematerialization_partition": "torch._functorch.partitioners",
+    "select_decomp_table": "torch._inductor.decomposition",
+    # FSDP's and DDP's own arithmetic
+    "_compute_bucket_assignment_by_size": "torch.distributed",
+    "_fsdp_param": "torch.distributed.fsdp._fully_shard",
+    "_fsdp_param_group": "torch.distributed.fsdp._fully_shard",
+    "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
+    # process groups
+    "_resolve_process_group": "torch.distributed.distributed_c10d",
+    "_set_pg_timeout": "torch.distributed.distributed_c10d",
+    "_world": "torch.distributed.distributed_c10d",
+    "_distributed_c10d": "torch._C",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(HOMES[name]), name)

@@ -1,0 +1,53 @@
+"""Checks that a run may resume from a checkpoint: same recipe where it changes the result, same data."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from muster.errors import CheckpointError
+from muster.recipe.describe import keys
+from muster.recipe.schema import Recipe
+from muster.train.checkpoint import Saved
+
+
+def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
+    """Keys that change the result must be the same; the layout may change."""
+    document = json.loads((saved.path / "recipe.json").read_text())
+    with suppress(ValueError):  # newer keys get their defaults; else unchanged
+        document = Recipe.model_validate(document).as_dict()
+    for key in (key.name for key in keys().values() if key.resume == "fixed"):
+        before, now = _get(document, key), _get(recipe, key)
+        if key == "data.lowercase":  # resolve `auto`
+            before, now = (
+                recipe["task"] == "speech-ctc" if x == "auto" else x for x in (before, now)
+            )
+        if before != now:
+            raise CheckpointError(
+                f"{saved.path} was trained with {key}={before!r}, but this recipe has {key}={now!r}; "
+                "use the same value, or start a new run: muster train RECIPE"
+            )
+
+
+def refuse_other_data(saved: Saved, data: dict[str, Any]) -> None:
+    """The position in the data is a step number, so the data must be the same."""
+    saved_data = json.loads((saved.path / "assets.json").read_text()).get("data", data)
+    if saved_data.get("shuffle", data["shuffle"]) != data["shuffle"]:
+        raise CheckpointError(
+            f"{saved.path} was trained with data.shuffle={saved_data['shuffle']}, and this run has "
+            f"{data['shuffle']}, which `auto` takes by data.cache_gib; set data.shuffle="
+            f"{saved_data['shuffle']}"
+        )
+    if any(saved_data[key] != data[key] for key in ("samples", "lengths")):
+        raise CheckpointError(
+            f"{saved.path} was trained on {saved_data['samples']} samples, and data.train now holds "
+            f"{data['samples']} with other lengths; restore the data, or start a new run"
+        )
+
+
+def _get(document: dict[str, Any], key: str) -> Any:
+    value: Any = document
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,66 @@
+"""The state of one rank's training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from muster.data.loader import Batch, Loader
+from muster.observe.heartbeat import beat
+from muster.observe.observer import Observer
+from muster.observe.profile import Profile
+from muster.parallel.engine import Engine, StepFunctions
+from muster.parallel.mesh import Mesh
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Task
+from muster.train.checkpoint import Checkpoints
+from muster.train.precision import LossScale, autocast
+
+MAX_EVALUATION_BATCH = 32
+
+
+@dataclass
+class Job:
+    """Everything one rank needs to train."""
+
+    recipe: Recipe
+    task: Task
+    engine: Engine
+    mesh: Mesh
+    loader: Loader
+    checkpoints: Checkpoints
+    observer: Observer
+    precision: str
+    steps: int
+    start: int = 0  # completed steps; also the position in the data
+    bad_steps: int = 0  # in a row
+    scale: LossScale = field(default_factory=LossScale)
+    profile: Profile = field(default_factory=Profile)
+    current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
+
+    @property
+    def evaluation_batch(self) -> int:
+        """evaluation.batch_size; `auto` is that of a training micro-batch."""
+        asked = self.recipe.evaluation.batch_size
+        slots = self.loader.ranks * self.loader.accumulation
+        per_device = math.ceil(self.recipe.training.global_batch_size / slots)
+        return asked if isinstance(asked, int) else min(MAX_EVALUATION_BATCH, per_device)
+
+    @cached_property
+    def functions(self) -> StepFunctions:
+        """The task's functions for the engine."""
+        compiled = self.recipe.training.compile and self.mesh.layout.tensor == 1
+        return StepFunctions(
+            prepare=self._prepare,
+            inputs=self.task.inputs,
+            loss=torch.compile(self.task.loss) if compiled else self.task.loss,
+            autocast=lambda: autocast(self.precision, self.mesh.device),
+        )
+
+    def _prepare(self, batch: Batch) -> Batch:
+        beat("forward and backward")
+        self.current_ids = batch.ids
+        return self.task.prepare(batch.to(self.mesh.device))

@@ -1,0 +1,116 @@
+"""A run whose rank, or whose supervisor, is killed in any phase goes on to the same losses."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+from muster import runs
+from muster.runs import Run
+from processes import muster, python_path, runs_module, until
+from tiny import losses
+
+STEPS = 6
+PHASES = ("import", "join", "first step", "first save", "manifest", "prune", "last save")
+# Runs in every process before its program. The first rank to come to the phase stays there.
+HOLD = """
+import os, sys, time
+PHASE, MARK = os.environ["HOLD_PHASE"], os.environ["HOLD_MARK"]
+
+def hold():
+    try:
+        os.write(os.open(MARK, os.O_WRONLY | os.O_CREAT | os.O_EXCL), str(os.getpid()).encode())
+    except FileExistsError:
+        return  # ranks that were started again
+    time.sleep(600)
+
+def hold_before(owner, name, when=lambda *arguments: True):
+    real = getattr(owner, name)
+    def held(*arguments, **options):
+        if when(*arguments):
+            hold()
+        return real(*arguments, **options)
+    setattr(owner, name, held)
+
+if "muster.worker" in sys.orig_argv:
+    if PHASE == "import":
+        hold()
+    else:
+        import shutil
+        import torch
+        from muster.launch import rendezvous
+        from muster.train import checkpoint
+    if PHASE == "join":
+        hold_before(rendezvous, "sign_in")
+    elif PHASE == "first step":
+        hold_before(torch.optim.AdamW, "step")
+    elif PHASE == "first save":
+        hold_before(checkpoint, "_file_entry")
+    elif PHASE == "manifest":
+        hold_before(os, "replace", lambda old, new: str(new).endswith("manifest.json"))
+    elif PHASE == "prune":
+        hold_before(shutil, "rmtree", lambda path, *_: not os.path.exists(f"{path}/manifest.json"))
+    elif PHASE == "last save":
+        hold_before(
+            checkpoint.Checkpoints, "_write_manifest", lambda *given: given[3]["step"] == LAST
+        )
+"""
+
+
+@pytest.fixture
+def held(recipe, tmp_path):
+    """A run on two ranks of which one, whose process comes with it, is held in a phase."""
+
+    def begin(phase: str) -> tuple[Run, psutil.Process]:
+        (tmp_path / "sitecustomize.py").write_text(HOLD.replace("LAST", str(STEPS)))
+        mark = tmp_path / "held"
+        env = {"HOLD_PHASE": phase, "HOLD_MARK": str(mark), **python_path(tmp_path)}
+        words = [f"training.steps={STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=1"]
+        muster("train", recipe, *words, "--gpus", "2", "--detach", folder=tmp_path, env=env)
+        until(lambda: mark.exists() and mark.read_text())
+        return runs.find("latest", tmp_path / "runs"), psutil.Process(int(mark.read_text()))
+
+    return begin
+
+
+def ranks_of(run: Run) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter() if runs_module(p, f"muster.worker {run.path}")]
+
+
+def check(run: Run, undisturbed) -> None:
+    """It finished as if nobody had killed anything, and left nothing behind."""
+    assert run.state() == "finished", run.info()
+    assert losses(run) == [line["loss"] for line in undisturbed(2)[:STEPS]]
+    (checkpoint,) = (run.path / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{STEPS}"
+    assert not list(checkpoint.glob(".manifest*"))
+    assert not ranks_of(run)
+
+
+ORDINARY = {("rank", "prune"), ("both", "manifest")}
+cases = pytest.mark.parametrize(
+    ("killed", "phase"),
+    [
+        pytest.param(who, phase, marks=() if (who, phase) in ORDINARY else pytest.mark.full)
+        for who in ("rank", "both")
+        for phase in PHASES
+    ],
+)
+
+
+@cases
+def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed, phase):
+    run, rank = held(phase)
+    if killed == "rank":
+        rank.kill()
+        until(lambda: run.state() not in ("starting", "running"))
+    else:
+        supervisor = psutil.Process(run.info()["pid"])
+        ranks = supervisor.children()
+        supervisor.kill()
+        rank.kill()
+        gone, alive = psutil.wait_procs(ranks, timeout=20)
+        assert len(gone) == 2, alive
+        assert run.state() == "interrupted"
+        muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
+    check(run, undisturbed)

@@ -1,0 +1,51 @@
+"""What a checkpoint must share with the run that continues it."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from muster.errors import CheckpointError
+from muster.recipe.load import load
+from muster.train.compatibility import refuse_other_data, refuse_other_recipe
+
+DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
+
+
+def saved(folder, recipe: dict[str, Any], data: dict[str, Any] | None = None) -> Any:
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+    (folder / "assets.json").write_text(json.dumps({"data": data or DATA}))
+    return SimpleNamespace(path=folder)
+
+
+def test_a_checkpoint_from_before_a_key_existed_goes_on(tmp_path):
+    recipe = load("speech").as_dict()
+    older = json.loads(json.dumps(recipe))
+    del older["model"]["freeze_encoder"], older["data"]["window"], older["data"]["shuffle"]
+    older["data"]["lowercase"] = True  # what `auto` means for speech-ctc
+    refuse_other_recipe(saved(tmp_path, older), recipe)
+    older["data"]["lowercase"] = False
+    with pytest.raises(CheckpointError, match=r"data\.lowercase=False"):
+        refuse_other_recipe(saved(tmp_path, older), recipe)
+
+
+@pytest.mark.parametrize(
+    "change", ["data.window=20", "model.freeze_encoder=true", "data.buckets=3"]
+)
+def test_another_maths_is_refused_by_its_key(tmp_path, change):
+    before = saved(tmp_path, load("whisper-micro").as_dict())
+    key = change.partition("=")[0]
+    with pytest.raises(CheckpointError, match=key.replace(".", r"\.")):
+        refuse_other_recipe(before, load("whisper-micro", [change]).as_dict())
+
+
+def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
+    before = saved(tmp_path, {}, DATA | {"shuffle": "groups", "lengths": "abc with groups"})
+    with pytest.raises(CheckpointError, match=r"data\.cache_gib; set data\.shuffle=groups"):
+        refuse_other_data(before, DATA)
+    with pytest.raises(CheckpointError, match="trained on 11 samples"):
+        refuse_other_data(saved(tmp_path, {}, DATA | {"samples": 11}), DATA)
+    refuse_other_data(saved(tmp_path, {}, {"samples": 10, "lengths": "abc"}), DATA)
