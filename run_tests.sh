@@ -28,7 +28,7 @@ cd "$root"
 set_up dev
 unset PYTHONDONTWRITEBYTECODE # the tests import the same modules hundreds of times
 bin="$venv/bin"
-[ $mutations = 1 ] && exec "$bin/python" tools/mutations.py "${sets[@]}" "${others[@]}"
+[ $mutations = 1 ] && exec "$bin/python" tools/mutations.py "${others[@]}"
 if [ ${#others[@]} -gt 0 ]; then
   exec "$bin/python" -m pytest "${sets[@]}" "${others[@]}"
 fi

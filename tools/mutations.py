@@ -2,7 +2,6 @@
 
     python tools/mutations.py                  # every fault of tests/mutations.yaml, two at a time
     python tools/mutations.py --only launch    # those with that word in the fault or the file
-    python tools/mutations.py --full           # also those that only a test of --full catches
 
 First all named tests run unchanged in a copy of the working tree, where they must pass. Then each
 fault is put into a copy, and the test that stands beside it must fail there: by itself, not in a
@@ -48,7 +47,6 @@ class Fault:
     line: str
     becomes: str
     test: str
-    full: bool = False
 
     def problem(self) -> str | None:
         """Why it cannot be tried."""
@@ -126,16 +124,15 @@ def is_of(words: str, test: str) -> bool:
     return f"{words} ".startswith((f"{test} ", f"{test}["))
 
 
-def unchanged(tests: Sequence[str], full: bool) -> dict[str, str]:
+def unchanged(tests: Sequence[str]) -> dict[str, str]:
     """Which of these tests do not pass as they are, and what was said of them."""
-    options = ["-rpfEs", *["--full"] * full]
-    code, said = pytest(tests, *options, limit_s=LIMIT_S * len(tests))
+    code, said = pytest(tests, "-rpfEs", limit_s=LIMIT_S * len(tests))
     lines = [line.partition(" ")[::2] for line in said.splitlines()]
     unknown = f"not found: {_tree}/"
     gone = [words.removeprefix(unknown) for _, words in lines if words.startswith(unknown)]
     if rest := [test for test in tests if gone and not any(is_of(test, one) for one in gone)]:
         lost = dict.fromkeys(set(tests) - set(rest), "there is no such test")
-        return lost | unchanged(rest, full)  # pytest has run none of them
+        return lost | unchanged(rest)  # pytest has run none of them
     passed = [words for how, words in lines if how == "PASSED"]
     bad = [words for how, words in lines if how in ("FAILED", "ERROR", "ERROR:", "SKIPPED")]
     found = {}
@@ -153,7 +150,7 @@ def attempt(fault: Fault) -> tuple[str, float]:
     try:
         path.write_text(before.replace(fault.line, fault.becomes))
         compiled.unlink(missing_ok=True)
-        code, said = pytest([fault.test], "-x", "-rfE", *["--full"] * fault.full)
+        code, said = pytest([fault.test], "-x", "-rfE")
     finally:
         path.write_text(before)
         compiled.unlink(missing_ok=True)
@@ -173,22 +170,20 @@ def chosen(arguments: argparse.Namespace) -> tuple[list[Fault], list[str]]:
     for fault in (Fault(**entry) for entry in yaml.safe_load(TABLE.read_text())):
         if arguments.only not in fault.fault and arguments.only not in fault.file:
             continue
-        if fault.full and not arguments.full:
-            print(f"skipped, --full tries it: {fault.fault}")
-        elif words := fault.problem():
+        if words := fault.problem():
             problems.append(f"{fault.fault}: {words}")
         else:
             faults.append(fault)
     return faults, problems
 
 
-def run(pool: ProcessPoolExecutor, faults: list[Fault], jobs: int, full: bool) -> list[str]:
+def run(pool: ProcessPoolExecutor, faults: list[Fault], jobs: int) -> list[str]:
     """All of them; returns what was not caught, or cannot be."""
     tests = sorted({fault.test for fault in faults})
     share = -(-len(tests) // jobs) or 1
     parts = [tests[i : i + share] for i in range(0, len(tests), share)]
     broken: dict[str, str] = {}
-    for found in pool.map(unchanged, parts, [full] * len(parts)):
+    for found in pool.map(unchanged, parts):
         broken |= found
     print(f"{len(tests) - len(broken)} of {len(tests)} tests pass unchanged", flush=True)
     failed = [
@@ -209,7 +204,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", default="", metavar="WORD", help="in the fault or its file")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="copies at work at once")
-    parser.add_argument("--full", action="store_true", help="also faults only --full catches")
     arguments = parser.parse_args()
     faults, failed = chosen(arguments)
     wanted, context = len(faults) + len(failed), mp.get_context("fork")
@@ -219,7 +213,7 @@ def main() -> int:
             trees.put(copy_tree(Path(folder) / str(number)))
         with ProcessPoolExecutor(arguments.jobs, context, begin, (trees,)) as pool:
             try:
-                failed += run(pool, faults, arguments.jobs, arguments.full)
+                failed += run(pool, faults, arguments.jobs)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

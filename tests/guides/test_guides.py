@@ -182,6 +182,13 @@ def forking(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return forking_environment(tmp_path_factory.mktemp("environment"))
 
 
+def test_every_command_is_printed_in_its_system_s_pages():
+    for command in COMMANDS:
+        pages = [page.read_text() for page in (SYSTEMS / command.folder).rglob("*.md")]
+        text = " ".join(" ".join(pages).replace("\\\n", " ").split())
+        assert " ".join(command.words.split()) in text, f"{command.folder}: {command.words}"
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: f"{c.folder}: {c.words}")
 def test_a_command_of_the_guides_does_what_it_says(tmp_path, forking, command: Command):
     folder = copy_of(command.folder, tmp_path)
