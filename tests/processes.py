@@ -204,6 +204,14 @@ def runs_module(process: psutil.Process, name: str) -> bool:
     return f"-m {name}" in " ".join(process.cmdline())
 
 
+def lives(pid: int) -> bool:
+    """Not if it is only waiting to be reaped."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))

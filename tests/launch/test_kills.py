@@ -7,7 +7,7 @@ import pytest
 
 from muster import runs
 from muster.runs import Run
-from processes import muster, python_path, runs_module, until
+from processes import lives, muster, python_path, runs_module, until
 from tiny import losses
 
 STEPS = 6
@@ -85,6 +85,7 @@ def check(run: Run, undisturbed) -> None:
     assert checkpoint.name == f"step-{STEPS}"
     assert not list(checkpoint.glob(".manifest*"))
     assert not ranks_of(run)
+    assert not list(run.path.rglob(".torchelastic*"))
 
 
 ORDINARY = {("rank", "prune"), ("both", "manifest")}
@@ -109,8 +110,8 @@ def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed
         ranks = supervisor.children()
         supervisor.kill()
         rank.kill()
-        gone, alive = psutil.wait_procs(ranks, timeout=20)
-        assert len(gone) == 2, alive
+        until(lambda: not any(lives(process.pid) for process in ranks), limit=20)
+        assert len(ranks) == 2
         assert run.state() == "interrupted"
         muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
     check(run, undisturbed)

@@ -14,7 +14,7 @@ import pytest
 import processes
 from muster import runs
 from muster.runs import Run
-from processes import MUSTER, muster, python_path, runs_module, until
+from processes import MUSTER, lives, muster, python_path, runs_module, until
 from tiny import LONG, losses
 
 STEPS = 24
@@ -103,13 +103,6 @@ def test_ranks_killed_at_random_moments_end_at_the_same_loss(
             break
     print(f"{done} kills over {attempt + 1} run(s), every loss as undisturbed")
     assert done == kills
-
-
-def lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 HELD_UP = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -42,10 +44,10 @@ class Agent(LocalElasticAgent):
 
 
 def run_ranks(
-    nodes: Nodes, run_id: str, ranks: int, command: Sequence[str]
+    nodes: Nodes, run_id: str, ranks: int, command: Sequence[str], folder: Path
 ) -> dict[int, int] | None:
     """Run this node's ranks once: exit codes of those that failed, by rank; None when they were ended
-    because another node failed."""
+    because another node failed. `folder` is for torch's own files, and removed at the end."""
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
@@ -55,10 +57,13 @@ def run_ranks(
         max_restarts=0,
         monitor_interval=0.1,
     )
-    agent = Agent(spec, DefaultLogsSpecs())
+    shutil.rmtree(folder, ignore_errors=True)  # of a supervisor that was killed
+    agent = Agent(spec, DefaultLogsSpecs(log_dir=str(folder)))
     try:
         result = agent.run()
     except PeerFailedError:
         return None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     failures = result.failures.items()
     return {rank: f.exitcode for rank, f in failures if f.local_rank in agent.first}

@@ -109,7 +109,8 @@ class Supervisor:
         before = failure.count_oom_kills()
         run_id = f"{self.run.name}.{self.nodes.attempt}"
         command = ("-m", WORKER, str(self.run.path))
-        codes = run_ranks(self.nodes, run_id, self.ranks, command)
+        folder = self.run.path / "ranks" / f".torchelastic-{self.node.rank}"
+        codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
         if not codes:
             return None
         self.nodes.report_failure()
