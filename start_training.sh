@@ -21,4 +21,4 @@ for word in "$@"; do
   case $word in --help | -h) usage; exit ;; esac
 done
 set_up
-exec "$venv/bin/python" -m muster.entrypoints.start_training "$@"
+exec "$venv/bin/python" -P -m muster.entrypoints.start_training "$@"

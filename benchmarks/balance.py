@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 from muster.data import corpus
 from muster.data.batches import BatchPlan, cut
 from muster.data.speech.files import AudioFiles
-from muster.data.speech.windows import choose_lengths, round_up_all
+from muster.data.speech.windows import choose_lengths, round_up
 
 Seconds = NDArray[np.float64]
 Step = list[tuple[int, float, float]]  # of each rank: rows, window, seconds of sound
@@ -53,7 +53,7 @@ def planned(
     seconds: Seconds, batch: int, buckets: int, epochs: int = 2, rows: int | None = None
 ) -> Iterator[Step]:
     """`rows` is the size of the row groups, where the corpus is gone through by them."""
-    windows = round_up_all(seconds, choose_lengths(seconds, buckets))
+    windows = round_up(seconds, choose_lengths(seconds, buckets))
     groups = None if rows is None else np.arange(len(seconds)) // rows
     plan = BatchPlan(seconds, batch, seed=0, groups=groups, windows=windows)
     for step in range(epochs * plan.steps_per_epoch):

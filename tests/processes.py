@@ -201,7 +201,10 @@ def python_path(*folders: Path) -> dict[str, str]:
 
 def runs_module(process: psutil.Process, name: str) -> bool:
     """Whether it is a `python -m NAME …`, forked or not."""
-    return f"-m {name}" in " ".join(process.cmdline())
+    try:
+        return f"-m {name}" in " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return False
 
 
 def lives(pid: int) -> bool:

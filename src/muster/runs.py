@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from muster.errors import LaunchError, MusterError
+from muster.observe import heartbeat
 from muster.observe.results import STOP_FILE, read_last, write_json
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,19 @@ class Run:
         with (self.path / ".run.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def begin(self, **changes: Any) -> None:
+        """A new start, or a resumed one: a stop request and errors of an earlier start do not count."""
+        (self.path / STOP_FILE).unlink(missing_ok=True)
+        self.clear_error_reports()
+        cleared = {"exit_code": None, "failure": None, "slurm_job": None}
+        self.update(state="starting", **{**cleared, **changes})
+
+    def clear_error_reports(self) -> None:
+        """Remove the error reports and heartbeats of an earlier attempt."""
+        heartbeat.clear(self.path)
+        for path in (self.path / "ranks").glob("*.error.json"):
+            path.unlink()
 
     def claim(self) -> TextIOWrapper:
         """Become the run's one owner, until the file that is returned is closed in every process that

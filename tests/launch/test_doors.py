@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from muster import runs
 from muster.cli import app
 from muster.errors import LaunchError
+from muster.observe.results import STOP_FILE
 from muster.runs import Run
 from processes import MUSTER, free_port, runs_module, start, until
 from tiny import LONG, STEPS, losses
@@ -99,6 +100,7 @@ def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
         process = start([*command, "train", *words], tmp_path)
         said = process.communicate(timeout=200)[0]
         assert process.returncode == 0, said
+        (tmp_path / "runs" / "mine" / STOP_FILE).write_text("")  # as if it had been stopped
     assert "resumed at step 4" in said
     assert [run.name for run in runs.every(tmp_path / "runs")] == ["mine"]
     alone = [line["loss"] for line in undisturbed(1)[:8]]

@@ -24,6 +24,9 @@ def hold():
         return  # ranks that were started again
     time.sleep(600)
 
+def half_removed(path, *_):
+    return os.path.isdir(path) and not os.path.exists(f"{path}/manifest.json")
+
 def hold_before(owner, name, when=lambda *arguments: True):
     real = getattr(owner, name)
     def held(*arguments, **options):
@@ -41,7 +44,7 @@ if "muster.worker" in sys.orig_argv:
         from muster.launch import rendezvous
         from muster.train import checkpoint
     if PHASE == "join":
-        hold_before(rendezvous, "sign_in")
+        hold_before(rendezvous, "register")
     elif PHASE == "first step":
         hold_before(torch.optim.AdamW, "step")
     elif PHASE == "first save":
@@ -49,7 +52,7 @@ if "muster.worker" in sys.orig_argv:
     elif PHASE == "manifest":
         hold_before(os, "replace", lambda old, new: str(new).endswith("manifest.json"))
     elif PHASE == "prune":
-        hold_before(shutil, "rmtree", lambda path, *_: not os.path.exists(f"{path}/manifest.json"))
+        hold_before(shutil, "rmtree", half_removed)
     elif PHASE == "last save":
         hold_before(
             checkpoint.Checkpoints, "_write_manifest", lambda *given: given[3]["step"] == LAST

@@ -25,8 +25,9 @@ README = (SYSTEM / "README.md").read_text()
 CONFIGS = SYSTEM / "config"
 SHORT = ["training.steps=3", "training.warmup_steps=1", "data.spec_augment=null"]
 SHORT += ["evaluation.final=false"]
-TORCHRUN = "torchrun --nproc_per_node=2 --standalone scripts/train_asr.py "
-TORCHRUN += "--config config/training_config.yaml --max-parquet-files 1"
+TORCHRUN = "torchrun --nproc_per_node=4 --standalone scripts/train_asr.py "
+TORCHRUN += "--config config/training_config.yaml --max-parquet-files 10"
+FEWER = TORCHRUN.replace("=4", "=2").removesuffix("0")  # two ranks, one file
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def results(run: Path):
 
 @pytest.fixture(scope="module")
 def by_torchrun(system):
-    done = call(system, TORCHRUN, *SHORT)
+    done = call(system, FEWER, *SHORT, of=TORCHRUN)
     assert done.returncode == 0, done.stdout + done.stderr
     return newest(system), done
 
@@ -102,7 +103,7 @@ def test_fsdp_as_the_guide_configures_it_walks_it_too(by_torchrun, system):
     text = text.replace('distributed_strategy: "ddp"', 'distributed_strategy: "fsdp"')
     text = re.sub(r"(?m)^  # (fsdp_config:|  fsdp_)", r"  \1", text)
     (system / "config" / "fsdp.yaml").write_text(text)
-    command = TORCHRUN.replace("training_config", "fsdp")
+    command = FEWER.replace("training_config", "fsdp")
     done = call(system, command, *SHORT, of=TORCHRUN)
     assert done.returncode == 0, done.stdout + done.stderr
     run = newest(system)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from muster.errors import CheckpointError
+from muster.recipe.describe import keys
 from muster.recipe.load import load
 from muster.train.compatibility import refuse_other_data, refuse_other_recipe
 
@@ -49,3 +50,16 @@ def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
     with pytest.raises(CheckpointError, match="trained on 11 samples"):
         refuse_other_data(saved(tmp_path, {}, DATA | {"samples": 11}), DATA)
     refuse_other_data(saved(tmp_path, {}, {"samples": 10, "lengths": "abc"}), DATA)
+
+
+FIXED = """task seed model.preset model.pretrained model.vocab_size model.lora model.freeze_encoder
+model.norm data.train data.max_parquet_files data.audio_column data.text_column data.image_column
+data.label_column data.sequence_length data.isolate_documents data.image_size data.sample_rate
+data.mels data.normalize data.spec_augment data.tokenizer data.lowercase data.unknown_characters
+data.min_seconds data.max_seconds data.window data.buckets data.long_clips data.long_texts
+data.language data.speech_task data.timestamps data.shuffle data.pool_batches
+training.global_batch_size"""
+
+
+def test_these_keys_and_no_others_must_stay():
+    assert {key.name for key in keys().values() if key.resume == "fixed"} == set(FIXED.split())

@@ -129,10 +129,8 @@ def train(
 
 def _supervise(run: Run, claim: TextIOWrapper, ranks: int, node: Node) -> None:
     from muster.launch import local
-    from muster.observe.results import STOP_FILE
 
-    (run.path / STOP_FILE).unlink(missing_ok=True)
-    run.update(state="starting", exit_code=None, failure=None, slurm_job=None)
+    run.begin()
     local.start(run, ranks, node, claim)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,4 +113,6 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
 def _write_recipe(run: Run, recipe: Recipe) -> None:
     from muster.recipe.describe import to_yaml
 
-    (run.path / "recipe.yaml").write_text(to_yaml(recipe))
+    temporary = run.path / f".recipe.yaml.{os.getpid()}"
+    temporary.write_text(to_yaml(recipe))
+    os.replace(temporary, run.path / "recipe.yaml")  # other ranks may be reading it

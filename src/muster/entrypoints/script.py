@@ -58,7 +58,12 @@ def train_here(
         log.warning("%s", words)
     listen_for_stop(rank_info)
     try:
-        existing = existing_run(recipe, runs_elsewhere=rank_info.rank > 0 or rank_info.restarts > 0)
+        begun = rank_info.rank > 0 or (rank_info.restarts > 0 and _is_ours(runs.Run(Path(recipe))))
+        existing = existing_run(recipe, runs_elsewhere=begun)
+        if existing and train_rank is not run_rank:
+            raise LaunchError(
+                f"{recipe} is a run of muster's own loop; give a recipe to start a new one"
+            )
         source = str(existing.path / "recipe.yaml") if existing else recipe
         loaded = load(source, cluster.own_arguments(overrides))
         before(loaded)
@@ -77,15 +82,25 @@ def _own_run(
     recipe: Recipe, rank_info: RankInfo, existing: runs.Run | None, name: str | None
 ) -> tuple[runs.Run, TextIOWrapper]:
     """The run directory and the claim on it; after a restart by torchrun, the same one as before."""
-    parent = psutil.Process(os.getppid())
-    agent = [parent.pid, parent.create_time()]
     if rank_info.restarts:
-        for run in runs.every(Path(recipe.logging.dir)):
-            if run.info().get("agent") == agent:
-                return run, run.claim()
+        for run in filter(_is_ours, runs.every(Path(recipe.logging.dir))):
+            claim = run.claim()
+            run.clear_error_reports()
+            return run, claim
     run, claim = open_run(recipe, existing, name)
-    run.update(agent=agent)
+    run.begin(agent=_agent())
     return run, claim
+
+
+def _is_ours(run: runs.Run) -> bool:
+    """Whether the launcher that started this process also started the run's ranks before."""
+    return run.info().get("agent") == _agent()
+
+
+def _agent() -> list[float]:
+    """The launcher's process; a container's first process has none."""
+    parent = os.getppid()
+    return [parent, psutil.Process(parent).create_time() if parent else 0.0]
 
 
 def train_system(arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -178,7 +193,9 @@ def _watched(run: runs.Run) -> Iterator[None]:
 
 def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:
     """Train on every device of this machine, ranks started by torch.multiprocessing."""
-    found = inventory.detect()
-    wanted = load(recipe, overrides).distributed.devices
-    ranks = found.rank_count(wanted, cpu_ranks=found.cpus)
+    try:
+        found = inventory.detect()
+        ranks = found.rank_count(load(recipe, overrides).distributed.devices, cpu_ranks=found.cpus)
+    except MusterError as error:
+        sys.exit(f"error: {error}")
     spawn(train_here, (recipe, tuple(overrides)), ranks)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from muster import runs
 from muster.data import corpus
@@ -90,7 +90,9 @@ def _parse(
         action="store_true",
         help=f"one process per GPU; without a GPU one per CPU core, at most {CPU_RANKS}",
     )
-    parser.add_argument("--gpus", type=_count, metavar="N", help="that many (means --distributed)")
+    parser.add_argument(
+        "--gpus", type=_ranks_asked, metavar="N|all", help="that many (means --distributed)"
+    )
     files = parser.add_mutually_exclusive_group()
     files.add_argument(
         "--max-parquet-files", type=_count, metavar="N", help="the first N training files; also --N"
@@ -111,6 +113,10 @@ def _parse(
     if asked.clean and (asked.distributed or asked.gpus or asked.all or asked.max_parquet_files):
         parser.error("--clean trains nothing; only --yes, --config and key=value go with it")
     return asked
+
+
+def _ranks_asked(text: str) -> int | Literal["all"]:
+    return "all" if text == "all" else _count(text)
 
 
 def _count(text: str) -> int:

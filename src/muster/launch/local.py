@@ -24,7 +24,6 @@ from muster.errors import SHRINK, LaunchError, MusterError
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
-from muster.observe import heartbeat
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
 from muster.recipe.load import from_resolved
@@ -88,7 +87,7 @@ class Supervisor:
         os.environ[SUPERVISOR] = str(os.getpid())
         while True:
             if self.is_master:
-                clear_error_reports(self.run.path)
+                self.run.clear_error_reports()
             self.nodes.join()
             if self.is_master:
                 self.run.update(
@@ -175,13 +174,6 @@ class Supervisor:
     def _record_event(self, what: str, **details: Any) -> None:
         with (self.run.path / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
-
-
-def clear_error_reports(folder: Path) -> None:
-    """Remove the error reports and heartbeats of an earlier attempt."""
-    heartbeat.clear(folder)
-    for path in (folder / "ranks").glob("*.error.json"):
-        path.unlink()
 
 
 def join_run(node: Node, recipe: Recipe) -> Run:

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 
 from muster.launch import slurm
-from muster.launch.local import clear_error_reports
 from muster.observe.results import STOP_FILE, complete_steps
 from muster.recipe.load import from_resolved
 from muster.runs import Run
@@ -30,10 +29,8 @@ def main(folder: str, *command: str) -> int:
     if again and asked_by_user(run):
         run.update(state="stopped", ended=time.time(), exit_code=0)
         return 0
-    (run.path / STOP_FILE).unlink(missing_ok=True)
-    clear_error_reports(run.path)
     run.own()
-    run.update(state="starting", slurm_job=number)
+    run.begin(slurm_job=number)
     log = run.path / f"slurm-{number}.log"  # of earlier starts too
     offset = log.stat().st_size if log.is_file() else 0
     before, signals = complete_steps(run.path), list[int]()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,7 @@ def connect_ranks(
     if mesh.world > 1:
         dist.broadcast_object_list(path)
     _check_shared(Path(path[0]), mesh)
+    _check_same_recipe(recipe, mesh)
     return mesh, runs.Run(Path(path[0]))
 
 
@@ -98,6 +101,16 @@ def _check_shared(folder: Path, mesh: Mesh) -> None:
         )
 
 
+def _check_same_recipe(recipe: Recipe, mesh: Mesh) -> None:
+    digests = mesh.gather(hashlib.sha256(recipe.model_dump_json().encode()).hexdigest())
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise LaunchError(
+            f"rank {different[0]} has another recipe than rank 0; give every rank the same recipe and "
+            "the same key=value words"
+        )
+
+
 def run_process(
     recipe: Recipe,
     rank_info: RankInfo,
@@ -111,9 +124,8 @@ def run_process(
     Rank 0 has the run directory and, where there is no supervisor, the `claim` on it.
     """
     set_up_process(rank_info, recipe.distributed.strategy)
-    if run is None or claim is None:
-        return train_rank(recipe, rank_info, run)
-    with run_ownership(run, claim, rank_info.world):
+    owned = run_ownership(run, claim, rank_info.world) if run and claim else nullcontext()
+    with owned:
         return train_rank(recipe, rank_info, run)
 
 

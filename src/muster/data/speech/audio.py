@@ -2,8 +2,7 @@
 
 Bytes reach libsndfile through a file in memory, not through Python's file interface: that calls back
 into Python for every few kilobytes, so that decoding threads compete for the GIL with the training
-loop. The headers of WAV and FLAC are read here, as libsndfile would, without it. Only
-resampling imports torch, so that inspecting a corpus starts fast.
+loop. The headers of WAV and FLAC are read here, as libsndfile would, without it.
 """
 
 from __future__ import annotations
@@ -172,7 +171,10 @@ def resample(samples: Samples, source: int, target: int) -> Samples:
 
     length = -(-len(samples) * target // source)
     padding = np.zeros(-(-source // target) + 1, np.float32)  # soxr rounds lengths to the nearest
-    resampled: Samples = soxr.resample(np.concatenate([samples, padding]), source, target)
+    try:
+        resampled: Samples = soxr.resample(np.concatenate([samples, padding]), source, target)
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"{source} Hz cannot be resampled to {target} Hz ({error})") from None
     return resampled[:length]
 
 
