@@ -33,10 +33,21 @@ def test_the_masks_of_these_rows_matter(course_of):
     assert not distance(course_of("gpt", 1, ISOLATED), course_of("gpt", 1)).small
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.full)])
-def test_checkpointing_activations_changes_nothing_under_fsdp(course_of, mode):
-    options = (f"training.activation_checkpointing={mode}", "distributed.strategy=fsdp")
-    assert distance(course_of("gpt", 1), course_of("gpt", 2, options)).small
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("fsdp", "full"),
+        ("zero3", "selective"),
+        ("fsdp", "selective"),  # after ZeRO 3 in the same process
+        pytest.param("zero3", "full", marks=pytest.mark.full),
+    ],
+)
+def test_checkpointing_activations_changes_nothing(course_of, strategy, mode):
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    options = (f"training.activation_checkpointing={mode}", f"distributed.strategy={strategy}")
+    found = distance(course_of("gpt", 1), course_of("gpt", 2, options))
+    assert found.small, found
 
 
 def skip_one(mesh, stage: int) -> list[bool]:

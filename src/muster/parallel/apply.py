@@ -23,6 +23,8 @@ from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 
+LINEAR = nn.functional.linear
+
 
 def apply(
     builder: Builder,
@@ -35,6 +37,7 @@ def apply(
     """tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
     model that was built on the meta device its weights."""
     layout, options = mesh.layout, recipe.distributed
+    nn.functional.linear = LINEAR  # ZeRO 3 replaces it for all models of the process
     if layout.zero:
         from muster.parallel import deepspeed
 

@@ -59,7 +59,7 @@ def apply(
     make_optimizer: MakeOptimizer,
 ) -> ZeroEngine:
     """activation checkpointing → compile → weights → ZeRO."""
-    os.environ["LOCAL_RANK"] = str(mesh.local_rank)  # DeepSpeed reads only this
+    os.environ["LOCAL_RANK"] = str(mesh.device.index or 0)  # all that DeepSpeed reads
     config = config_for(recipe, mesh.layout.zero, mesh.world, precision)
     weights = builder.weights()
     partitioned = mesh.layout.zero == 3 and weights is not None
@@ -147,12 +147,19 @@ class ZeroEngine:
 
     def zero_grad(self) -> None:
         """A step already cleared its gradients. DeepSpeed drops those of a skipped step when it finds
-        them not finite, so they are set to NaN."""
+        them not finite, so they are set to NaN. Stage 3 keeps their buffers and never overwrites the
+        padding at the end of a partition."""
         if self._pending:
-            for gradients in self.optimizer.averaged_gradients.values():
-                for gradient in gradients or ():
-                    gradient.fill_(math.nan)
+            groups = self.optimizer.averaged_gradients.values()
+            buffers = [gradient for gradients in groups for gradient in gradients or ()]
+            for buffer in buffers:
+                buffer.fill_(math.nan)
+            log = logging.getLogger("DeepSpeed")
+            log.setLevel(logging.ERROR)  # it would warn of an overflow
             self.engine.step()
+            log.setLevel(logging.WARNING)
+            for buffer in buffers:
+                buffer.zero_()
             self._pending = False
 
     def ready(self) -> DeviceTimestamp | None:

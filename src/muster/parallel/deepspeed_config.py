@@ -57,6 +57,10 @@ def _generate(recipe: Recipe, stage: int, world: int, precision: str) -> dict[st
             )
     if stage == 3:  # partition small parameters too
         zero["stage3_param_persistence_threshold"] = 0
+    if stage == 3 and training.activation_checkpointing == "selective":
+        # DeepSpeed's own linear adds the bias in place, to the matrix product that is kept for the
+        # recomputation, which then adds it again.
+        zero["memory_efficient_linear"] = False
     accumulation = training.gradient_accumulation_steps
     return {
         "train_micro_batch_size_per_gpu": _micro_batch(recipe, world),
