@@ -83,6 +83,7 @@ def ranks_of(run: Run) -> list[psutil.Process]:
 def check(run: Run, undisturbed) -> None:
     """It finished as if nobody had killed anything, and left nothing behind."""
     assert run.state() == "finished", run.info()
+    until(lambda: not lives(run.info()["pid"]))  # the supervisor ends after its ranks
     assert losses(run) == [line["loss"] for line in undisturbed(2)[:STEPS]]
     (checkpoint,) = (run.path / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{STEPS}"
