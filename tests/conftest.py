@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ordinary = not any(config.getoption(f"--{name}") for name in SETS)
     if ordinary and config.args == config.getini("testpaths"):
         config.pluginmanager.register(Budget(), "budget")
+    if config.getoption("--gpu"):
+        os.environ["MUSTER_REHEARSE"] = "1"  # ranks share GPUs
     folder = Path(tempfile.mkdtemp(prefix="muster-tests-"))
     before = os.environ.get(CACHE)
     os.environ[CACHE] = str(folder / "cache")
@@ -62,9 +66,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _in_sets(item: pytest.Item, asked: set[str]) -> bool:
-    """`--guides` is a set of its own; the others add to the ordinary one."""
+    """`--guides` and `--gpu` are sets of their own; `--full` adds to the ordinary one. Tests for both
+    CPU ranks and GPUs are also in the set for GPUs."""
+    if "gpu" in asked:
+        return any(item.get_closest_marker(name) for name in ("gpu", "both"))
     needed = {name for name in SETS if item.get_closest_marker(name)}
     return needed <= asked and ("guides" in needed) == ("guides" in asked)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The rows of the tables that tests filled in (`record_property("row", …)`), in order."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, ())]
+    found = [(r.nodeid, dict(r.user_properties).get("row"), r.outcome) for r in reports]
+    rows = [(name.split("::")[1], row, outcome) for name, row, outcome in sorted(found) if row]
+    if not rows or not any(config.getoption(f"--{name}") for name in SETS):
+        return
+    terminalreporter.section("rows")
+    for test, group in itertools.groupby(rows, key=lambda row: row[0].partition("[")[0]):
+        terminalreporter.line(test.removeprefix("test_").replace("_", " "))
+        for _, row, outcome in group:
+            terminalreporter.line(f"  {row} |{' FAILED' if outcome == 'failed' else ''}")
 
 
 @pytest.hookimpl(tryfirst=True)

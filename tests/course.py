@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 import processes
+from muster.hardware import rehearsal
 
 COURSE = Path(__file__).parents[1] / "systems" / "distributed-training"
 
@@ -25,8 +26,12 @@ def said(*command: str | Path, fails: bool = False, **variables: str) -> str:
 
 
 def devices(ranks: int) -> dict[str, str]:
-    """Variables: a GPU for each rank, or none for any."""
-    return {} if torch.cuda.device_count() >= ranks else {"CUDA_VISIBLE_DEVICES": ""}
+    """Variables: a GPU for each rank, or none for any, except where they share."""
+    return (
+        {}
+        if torch.cuda.device_count() >= ranks or rehearsal.active()
+        else {"CUDA_VISIBLE_DEVICES": ""}
+    )
 
 
 def torchrun(script: str | Path, *words: str | Path, ranks: int = 2, fails: bool = False) -> str:

@@ -24,12 +24,14 @@ def live(rank: int, world: int, store_path: str, descriptor: int) -> None:
     """A rank's whole life: do what comes through the pipe until it is closed."""
     import torch.distributed as dist
 
+    from muster.hardware import rehearsal
     from muster.parallel import mesh as meshes
     from muster.parallel.layout import Layout
 
     pipe = Connection(descriptor)
     store = dist.FileStore(store_path, world)
-    mesh = meshes.join(rank, rank, Layout(replicate=world), "gloo", LIMIT_S, store)
+    backend = "auto" if rehearsal.active() else "gloo"
+    mesh = meshes.join(rank, rank, Layout(replicate=world), backend, LIMIT_S, store)
     while True:
         try:
             path, order = pickle.loads(pipe.recv_bytes())

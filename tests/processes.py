@@ -24,6 +24,7 @@ import psutil
 
 import fork_server
 from fork_server import PLAIN_POPEN
+from muster.hardware import rehearsal
 
 ADDRESS = "MUSTER_TESTS_FORK_SERVER"  # where it listens; the same for all of pytest's workers
 PROGRAMS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # torchrun, deepspeed, python
@@ -163,6 +164,7 @@ def start(
     words = [str(word) for word in command]
     variables = {**os.environ, "PATH": PROGRAMS, "COLUMNS": "200", **(env or {})}
     settings = {"stdout": subprocess.PIPE, "stderr": errors, "text": True, "cwd": folder, **options}
+    real = real or rehearsal.active()  # a GPU cannot be used after a fork
     return (PLAIN_POPEN if real else ForkedPopen)(words, env=variables, **settings)
 
 

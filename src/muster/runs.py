@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from muster.errors import LaunchError, MusterError
+from muster.hardware import rehearsal
 from muster.observe import heartbeat
 from muster.observe.results import STOP_FILE, read_last, write_json
 
@@ -69,6 +70,7 @@ class Run:
         (self.path / STOP_FILE).unlink(missing_ok=True)
         self.clear_error_reports()
         cleared = {"exit_code": None, "failure": None, "slurm_job": None}
+        changes["rehearsal"] = rehearsal.active()
         self.update(state="starting", **{**cleared, **changes})
 
     def clear_error_reports(self) -> None:

@@ -124,6 +124,7 @@ dist.all_reduce = flipped
 """
 
 
+@pytest.mark.both
 def test_a_corrupted_collective_ends_the_check():
     report = finish_ranks(start_ranks(2, plant=CORRUPTED))
     (fail,) = failures(report)
@@ -140,6 +141,7 @@ def ranks_of(check: subprocess.Popen[str]) -> list[psutil.Process]:
     )
 
 
+@pytest.mark.both
 @pytest.mark.parametrize(
     "blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 )

@@ -146,6 +146,7 @@ def test_of_two_starts_at_once_one_is_refused_by_name(undisturbed, start, tmp_pa
     assert losses(run) == expected(undisturbed)
 
 
+@pytest.mark.both
 def test_a_stopped_run_saves_at_the_next_step_and_goes_on_on_fewer_ranks(
     undisturbed, start, tmp_path
 ):

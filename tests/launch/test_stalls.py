@@ -3,73 +3,25 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
 
-from muster import runs
 from muster.diagnose.hang import Hang, analyse
 from muster.observe.heartbeat import GRACE_S, STALLED
 from muster.runs import Run
-from processes import muster, python_path
-from tiny import LONG
+from spoilt import spoil
 
 STALL_S = 10.0  # four runs start at once; a healthy first step must fit in
-RECIPE = [
-    LONG,
-    "checkpoint.every_steps=null",
-    "distributed.max_restarts=0",
-    "distributed.timeout_s=60",
-    f"distributed.stall_s={STALL_S}",
-]
-# Python runs this file first. It spoils what rank 1 does when it sums up a step for the 5th time.
-PLANT = """
-import os
-if os.environ.get("RANK") == "1":
-    import signal, time
-    import torch
-    import torch.distributed as dist
-    original, calls, how = dist.all_reduce, [0], os.environ["PLANT"]
-    def all_reduce(tensor, *args, **kwargs):
-        calls[0] += tensor.numel() > 2 and tensor.dtype == torch.float64
-        if calls[0] != 5:
-            return original(tensor, *args, **kwargs)
-        calls[0] += 1
-        open(os.environ["PLANTED"], "w").close()
-        if how == "sleep":
-            time.sleep(600)
-        if how in ("SIGSTOP", "SIGKILL"):
-            time.sleep(2)
-            os.kill(os.getpid(), getattr(signal, how))
-    dist.all_reduce = all_reduce
-"""
-pytestmark = pytest.mark.timeout(420)
-HOW = ("sleep", "skip", "SIGSTOP", "SIGKILL")
 LIMIT_S = STALL_S + GRACE_S + 25.0  # 25: the agent's patience, and a busy machine
+STEP_SUM = "args[0].numel() > 2 and args[0].dtype == torch.float64"  # when it sums up a step
+pytestmark = pytest.mark.timeout(420)
 
 
 @pytest.fixture(scope="module")
 def spoilt(recipe, tmp_path_factory) -> dict[str, tuple[Run, float]]:
-    """All runs at once: each run, and how long it lived after its rank went astray."""
     root = tmp_path_factory.mktemp("spoilt")
-    (root / "sitecustomize.py").write_text(PLANT)
-    for how in HOW:
-        (root / how).mkdir()
-        env = {**python_path(root), "PLANT": how, "PLANTED": str(root / how / "planted")}
-        words = [recipe, *RECIPE, "--gpus", "2", "--detach"]
-        muster("train", *words, folder=root / how, env=env)
-    found = {how: runs.find("latest", root / how / "runs") for how in HOW}
-    lived: dict[str, float] = {}
-    end = time.monotonic() + 240
-    while len(lived) < len(HOW):
-        assert time.monotonic() < end, {how: run.info() for how, run in found.items()}
-        for how, run in found.items():
-            if how not in lived and run.state() not in runs.ALIVE:
-                planted = root / how / "planted"
-                lived[how] = time.time() - planted.stat().st_mtime
-        time.sleep(0.2)
-    return {how: (found[how], lived[how]) for how in HOW}
+    return spoil(root, recipe, "all_reduce", STEP_SUM, f"distributed.stall_s={STALL_S}")
 
 
 def hang(spoilt: dict[str, tuple[Run, float]], how: str) -> Hang:

@@ -49,6 +49,7 @@ for name in ("gpt", "llama"):  # for four and eight stages
         models.PRESETS[f"{name}-{depth}-uneven"] = dataclasses.replace(
             models.PRESETS[f"{name}-uneven"], layers=layers
         )
+models.PRESETS["lmu-norm-uneven"] = dataclasses.replace(models.PRESETS["lmu-micro"], norm="batch")
 RECIPES = {
     "window": "llama-micro",
     "gpt-deep": "gpt-micro",
@@ -58,6 +59,7 @@ RECIPES = {
     "gpt": "gpt-micro",
     "llama": "llama-micro",
     "lmu": "speech",
+    "lmu-norm": "speech",
     "whisper": "whisper-micro",
 }
 BATCH = 18
@@ -65,9 +67,11 @@ STEPS = "training.steps=3"
 
 
 def overrides_for(model: str, corpus: str) -> list[str]:
-    if model == "lmu":
+    if model.startswith("lmu"):
+        norm = ["model.preset=lmu-norm-uneven", "distributed.sync_batchnorm=true"]
         return [
             STEPS,
+            *(norm if model == "lmu-norm" else ()),
             f"data.train={few_clips.folder()}",
             "evaluation.decoder=greedy",
             "evaluation.ngram=null",

@@ -40,7 +40,9 @@ def cells():
                     model += {2: "", 4: "-deep", 8: "-deepest"}[each * world]
                 for accumulation in (1, 4):
                     key = (row.name, world, model, accumulation)
-                    marks = () if key in ORDINARY else (pytest.mark.full,)
+                    marks = [] if key in ORDINARY else [pytest.mark.full]
+                    if accumulation == (4 if world == 2 else 1):
+                        marks.append(pytest.mark.both)
                     yield pytest.param(
                         row, world, model, accumulation, marks=marks, id="-".join(map(str, key))
                     )
@@ -48,15 +50,12 @@ def cells():
 
 @pytest.mark.parametrize(("row", "world", "model", "accumulation"), list(cells()))
 def test_a_strategy_gives_the_course_of_one_process(
-    course_of, row: StrategyRow, world: int, model: str, accumulation: int
+    course_of, record_property, row: StrategyRow, world: int, model: str, accumulation: int
 ):
     if "zero-bubble" in row.name and torch.__version__ < (2, 13):
         pytest.skip("this torch cannot split the backward pass of a decoder")
     found = distance(course_of(model, 1), course_of(model, world, row.options, accumulation))
-    print(
-        f"\n| {row.name} | {world} | {model} | {accumulation} "
-        f"| {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |"
-    )
+    record_property("row", f"| {row.name} | {world} | {model} | {accumulation} | {found}")
     assert found.small, found
 
 

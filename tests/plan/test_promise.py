@@ -45,6 +45,19 @@ def test_a_pipeline_of_the_recipes_own_is_promised_too():
     assert decision.expected["step_parts_s"]["bubble"] > 0
 
 
+def propose_on_rank_0(mesh) -> dict[str, float]:
+    thing = subject(*GPT, "distributed.strategy=tensor")
+    found = propose(thing, Cluster(H100, 2, 2), "bf16").expected if mesh.first else {}
+    assert mesh.sum(1.0)[0] == 2  # the run's own group is as before
+    return found
+
+
+def test_a_tensor_layout_is_promised_inside_a_run_as_before_it(ranks):
+    inside = ranks(2)(propose_on_rank_0)[0]
+    before = propose(subject(*GPT, "distributed.strategy=tensor"), Cluster(H100, 2, 2), "bf16")
+    assert inside["memory_gib"] == before.expected["memory_gib"] > 0
+
+
 def test_what_does_not_fit_is_tried_all_the_same_and_said(caplog):
     """The planner may be wrong; running out of memory says so more surely than it can."""
     from dataclasses import replace

@@ -23,6 +23,7 @@ def test_the_hybrid_trains_as_one_process(ranks, shape):
     assert all(f"rank {rank}: " in words for rank in range(ranks))
 
 
+@pytest.mark.both
 def test_accumulated_is_the_large_batch_and_the_mean_of_means_is_not():
     words = torchrun("05-advanced/gradient_accumulation.py", "--length", "32")
     assert "2 rank(s) × 4 micro-batches equal the large batch" in words

@@ -29,6 +29,7 @@ def claims(words: str) -> list[str]:
     return [line for line in words.splitlines() if "rank(s)" in line]
 
 
+@pytest.mark.both
 def test_every_stage_trains_as_one_process_and_cuts_what_it_promises():
     one, two, three = claims(torchrun("03-deepspeed/deepspeed_train.py", *SMALL))
     assert one.startswith("ZeRO-1 on 2 rank(s): losses and gradient norms within")

@@ -55,6 +55,7 @@ def test_a_lesson_notices_when_its_crucial_line_is_wrong(
     assert complaint in torchrun(script, *more, fails=True)
 
 
+@pytest.mark.both
 def test_the_transformer_is_that_of_one_process():
     words = torchrun("02-fsdp/fsdp_transformer.py")
     found = re.search(r"claim holds on 2 rank\(s\): loss within (\S+) and gradient norm", words)

@@ -25,6 +25,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("lesson", CLAIMS)
 def test_a_lesson_ends_with_its_claim(lesson):
     words = torchrun(f"04-nccl-operations/{lesson}")

@@ -100,6 +100,7 @@ def test_each_command_trains_and_leaves_the_same_results(trained, command, ranks
     assert Path(found["checkpoint"]).is_dir()
 
 
+@pytest.mark.both
 @pytest.mark.parametrize("command", [HF, HF_ALONE])
 def test_the_trainer_walks_the_same_path_as_musters_loop(trained, command):
     """Same weights, samples and learning rates: float32 sums in another order are all that differs."""

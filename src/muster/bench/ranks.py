@@ -15,7 +15,7 @@ from typing import Any
 
 from muster.bench.files import Document
 from muster.errors import LaunchError, MusterError
-from muster.hardware import inventory
+from muster.hardware import inventory, rehearsal
 from muster.launch import cluster, rendezvous
 from muster.launch.children import Children
 from muster.launch.cluster import Node
@@ -25,6 +25,7 @@ from muster.parallel import mesh as meshes
 
 WAIT_S = 120.0  # of ranks for each other
 STRATEGY = {"overlap": "fsdp"}  # whose variables are set; its ranks measure DDP under the same
+PROVES_VALUES = ("collectives", "p2p")
 GRACE_S = 1.0  # for others that fail too: the first exit seen need not be the rank that was killed
 
 
@@ -33,6 +34,10 @@ def measure(
 ) -> Document | None:
     """`muster.bench.FORM.measure(mesh, **options)` on every rank. Returns rank 0's document; None
     where another process has it. No rank waits for another longer than `timeout_s`."""
+    if rehearsal.active() and form not in PROVES_VALUES:
+        raise LaunchError(
+            f"muster bench {form} measures times, and {rehearsal.WORDS}; unset {rehearsal.VARIABLE}"
+        )
     if is_rank():
         return _as_rank(form, options, timeout_s)
     count = inventory.detect().rank_count(count, cpu_ranks=2, share=True)

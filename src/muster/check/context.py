@@ -97,6 +97,7 @@ class Step:
     judge: Callable[[Mapping[int, RankReport], RankNames], list[Finding]]
     ends: bool = False  # later steps cannot run after a failure of this one
     limit_s: float = 0.0  # where it may take longer than other waits
+    timed: bool = False  # compares speeds, so that a rehearsal leaves it out
 
 
 def own_address(target: str) -> str:

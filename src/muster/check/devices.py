@@ -10,6 +10,7 @@ import psutil
 
 from muster.check.context import RankContext, RankReport
 from muster.check.findings import Finding, RankNames, Status
+from muster.hardware import rehearsal
 from muster.hardware.inventory import Inventory
 
 SAMPLE_S = 0.3
@@ -92,7 +93,10 @@ def _gpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
     here: dict[str, Any] = {"ranks": tuple(ranks), "hosts": (host,)}
     gpus, found = report["gpus"], []
     hidden = f"; {', '.join(report['hidden'])}" if report["hidden"] else ""
-    if len(ranks) > len(gpus):
+    if rehearsal.active():
+        words = f"{host}: {len(ranks)} ranks share {report['devices']} in a rehearsal"
+        found.append(Finding("devices", "note", words, **here))
+    elif len(ranks) > len(gpus):
         found.append(
             Finding(
                 "devices",
@@ -103,7 +107,8 @@ def _gpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
                 else "more ranks were asked for than the machine has GPUs",
                 cure="unset or widen the mask, or start one rank per visible GPU"
                 if report["hidden"]
-                else f"start {len(gpus)} rank(s) there (--gpus, --nproc_per_node)",
+                else f"start {len(gpus)} rank(s) there (--gpus, --nproc_per_node), or let ranks share "
+                f"GPUs with {rehearsal.FLAG}",
                 **here,
             )
         )

@@ -15,6 +15,7 @@ from muster.check.findings import Finding, RankNames, Report
 from muster.check.messages import HEARTBEAT_S, POLL_S, MessageStore
 from muster.check.steps import STEPS
 from muster.diagnose.known import match
+from muster.hardware import rehearsal
 
 SHUTDOWN_S = 2.0  # for ranks to read that the check has ended
 EXIT_SEEN_S = 0.2  # its peers' connection errors may come before a rank's exit is seen
@@ -85,6 +86,8 @@ class Judge:
         return not missing
 
     def _run_step(self, step: Step) -> list[Finding]:
+        if step.timed and rehearsal.active():
+            return [Finding(step.name, "note", f"left out: {rehearsal.WORDS}")]
         limit = self._limit(step)
         self._send({"step": step.name, "limit_s": limit})
         self.step = step.name

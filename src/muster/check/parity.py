@@ -108,6 +108,9 @@ class CurveDistance:
     norm: float
     weights: float
 
+    def __str__(self) -> str:
+        return f"{self.loss:.1e} | {self.norm:.1e} | {self.weights:.1e}"
+
     @property
     def small(self) -> bool:
         return max(self.loss, self.norm) < TOLERANCE and self.weights < WEIGHT_TOLERANCE

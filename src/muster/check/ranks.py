@@ -11,7 +11,7 @@ import torch
 
 from muster.check.context import RankContext, RankReport
 from muster.check.findings import Finding, RankNames
-from muster.hardware import inventory
+from muster.hardware import inventory, rehearsal
 
 
 def measure(context: RankContext) -> RankReport:
@@ -127,12 +127,12 @@ def _shared_gpus(reports: Mapping[int, RankReport], rank_names: RankNames) -> li
             f"ranks {', '.join(map(str, ranks))} share one GPU of {rank_names.host(ranks[0])} ({uuid})",
             cause="more ranks than GPUs, or CUDA_VISIBLE_DEVICES or LOCAL_RANK gives them the same one",
             cure="start as many ranks as there are GPUs, give every rank the same mask, and let the "
-            "launcher set LOCAL_RANK",
+            f"launcher set LOCAL_RANK; or let ranks share GPUs with {rehearsal.FLAG}",
             ranks=tuple(ranks),
             hosts=rank_names.hosts_of(ranks),
         )
         for uuid, ranks in owners.items()
-        if len(ranks) > 1
+        if len(ranks) > 1 and not rehearsal.active()
     ]
 
 

@@ -21,8 +21,8 @@ STEPS = (
     Step("ranks", ranks.measure, ranks.judge, ends=True),
     Step("collectives", collectives.measure, collectives.judge, ends=True),
     Step("gradients", gradients.measure, gradients.judge),
-    Step("balance", balance.measure, balance.judge),
-    Step("links", links.measure, links.judge, limit_s=120.0),  # many ranks on a slow network
+    Step("balance", balance.measure, balance.judge, timed=True),
+    Step("links", links.measure, links.judge, limit_s=120.0, timed=True),  # many ranks are slow
     Step("network", network.measure, network.judge),
     Step("data", data.measure, data.judge, limit_s=data.INDEX_S),
 )

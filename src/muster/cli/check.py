@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from muster.cli.common import AddressOption, NodeRankOption, NodesOption, PortOption, console
+from muster.cli.common import (
+    AddressOption,
+    NodeRankOption,
+    NodesOption,
+    PortOption,
+    RehearseOption,
+    console,
+    rehearsal_ranks,
+)
 from muster.errors import MusterError
 
 
@@ -16,6 +24,7 @@ def check(
         int | None,
         typer.Option(min=1, metavar="N", help="Ranks here. Default: every GPU, or 2 CPU ranks."),
     ] = None,
+    rehearse: RehearseOption = None,
     recipe: Annotated[
         str | None,
         typer.Option(
@@ -53,6 +62,7 @@ def check(
     ] = None,
 ) -> None:
     """Is this set-up fit to train on? Exit code 1 when it is not."""
+    gpus = rehearsal_ranks(rehearse, gpus)
     if environment or export:
         from muster.cli.environment import show_environment
 

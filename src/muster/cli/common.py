@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from muster.data.corpus import Split
+from muster.errors import LaunchError
 
 if TYPE_CHECKING:
     from muster.recipe.schema import Recipe
@@ -42,6 +43,17 @@ PortOption = Annotated[
         min=1, max=65535, help="Its port. Default: 29500 with several nodes.", show_default=False
     ),
 ]
+RehearseOption = Annotated[
+    int | None,
+    typer.Option(
+        "--rehearse",
+        min=2,
+        metavar="N",
+        help="N ranks that share the GPUs of this machine: the results and the memory of N GPUs, not "
+        "their speed.",
+        show_default=False,
+    ),
+]
 SplitOption = Annotated[Split, typer.Option(help="Which part of the data.")]
 
 
@@ -59,6 +71,18 @@ def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
     for old, new in loaded.renamed.items():
         console.print(f"[dim]{old} is read as {new}[/]")
     return loaded.recipe
+
+
+def rehearsal_ranks(asked: int | None, gpus: int | None) -> int | None:
+    """The number of ranks by --rehearse or --gpus, which exclude each other."""
+    from muster.hardware import inventory, rehearsal
+
+    if asked is None:
+        return gpus
+    if gpus is not None:
+        raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
+    rehearsal.begin(len(inventory.detect().gpus))
+    return asked
 
 
 def program() -> str:

@@ -111,7 +111,7 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
             run.name,
             run.state(),
             _age(time.time() - info.get("created", 0)),
-            str(info.get("ranks", "")),
+            f"{info.get('ranks', '')}{' (rehearsal)' if info.get('rehearsal') else ''}",
             str(last.get("step", "")),
             "" if not last else "not finite" if loss is None else f"{loss:.4f}",
         )

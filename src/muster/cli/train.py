@@ -15,9 +15,11 @@ from muster.cli.common import (
     NodesOption,
     Overrides,
     PortOption,
+    RehearseOption,
     console,
     load_recipe,
     program,
+    rehearsal_ranks,
     shown,
 )
 from muster.cli.manage import show_until_end
@@ -50,6 +52,7 @@ def train(
             show_default=False,
         ),
     ] = None,
+    rehearse: RehearseOption = None,
     strategy: Annotated[
         str | None, typer.Option(help="Short for distributed.strategy=NAME.")
     ] = None,
@@ -103,6 +106,8 @@ def train(
     if profile and not any(word.startswith("logging.profile=") for word in changes):
         changes.append("logging.profile=3")
     rank_info = cluster.detect(os.environ)
+    if rehearse:
+        _begin_rehearsal(rehearse, gpus, on, rank_info)
     if on == "local" and rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
         flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
         given = [name for name, value in flags.items() if value]
@@ -113,7 +118,7 @@ def train(
     existing = existing_run(recipe, runs_elsewhere=node.rank > 0)
     resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
     found = inventory.detect()
-    ranks = _ranks(resolved, gpus, found, elsewhere=on != "local")
+    ranks = rehearse or _ranks(resolved, gpus, found, elsewhere=on != "local")
     if on != "local":
         return _submit(on, resolved, existing, run_name, nodes or 1, ranks, detach)
     check_before_launch(resolved, ranks * node.nodes)
@@ -125,6 +130,19 @@ def train(
         _supervise(run, claim, ranks, node)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
     _follow(run, node, detach)
+
+
+def _begin_rehearsal(ranks: int, gpus: str | None, on: str, rank_info: RankInfo) -> None:
+    if on != "local":
+        raise LaunchError(f"--rehearse shares the GPUs of this machine; leave out --on {on}")
+    if gpus:
+        raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
+    if rank_info.world > 1 and rank_info.local_world != ranks:
+        raise LaunchError(
+            f"--rehearse {ranks}, but {rank_info.launcher} has started {rank_info.local_world} ranks on "
+            "this machine; give both the same number"
+        )
+    rehearsal_ranks(ranks, None)
 
 
 def _supervise(run: Run, claim: TextIOWrapper, ranks: int, node: Node) -> None:
@@ -264,9 +282,17 @@ def _ranks(recipe: Recipe, asked: str | None, found: Inventory, elsewhere: bool 
 
 def _devices(found: Inventory, ranks: int) -> str:
     """What the run uses and, when something stays idle, how to use it."""
+    from muster.hardware import rehearsal
+
     if not found.gpus:
         share = max(1, found.cpus // ranks)
         return f"{ranks} CPU rank(s) × {share} thread(s), {found.describe()}"
+    if rehearsal.active():
+        memory = found.gpus[0].memory_gib * len(found.gpus) / ranks
+        return (
+            f"{found.describe()}: a rehearsal, in which {ranks} ranks share them, {memory:.1f} GiB each; "
+            "losses, checkpoints and memory are those of as many GPUs, times are not"
+        )
     words = f"{ranks} of {found.describe()}"
     if ranks < len(found.gpus):
         words += (

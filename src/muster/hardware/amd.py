@@ -35,6 +35,9 @@ COMMAND = ["rocm-smi", "--showproductname", "--showuniqueid", "--showbus", "--sh
 COMMAND += ["--showtoponuma", "--showtopotype", "--json"]
 PAIR = re.compile(r"link type between drm devices (\d+) and (\d+)")
 KFD_XGMI = 11  # the kernel's number for that kind of link
+COMPUTES_GIB = 8  # less is a display's
+NO_ROCM = "torch is not built for ROCm"
+DISPLAY = f"{NO_ROCM}, and it is small"
 
 
 def find(root: Path, env: Mapping[str, str]) -> Found | None:
@@ -46,10 +49,11 @@ def find(root: Path, env: Mapping[str, str]) -> Found | None:
         return None
     every = [_with_sysfs(gpu, root) for gpu in every]
     driver = read(root / "sys/module/amdgpu/version")
-    if not torch_is_for_rocm():
-        why = "torch here is not built for ROCm"
-        return Found((), hidden_gpus(every, (), why), driver=driver)
     chosen, hidden = masked(every, env)
+    if not torch_is_for_rocm():
+        for gpu in chosen:
+            hidden += hidden_gpus([gpu], (), NO_ROCM if gpu.memory_gib >= COMPUTES_GIB else DISPLAY)
+        return Found((), tuple(sorted(hidden, key=lambda gpu: gpu.physical)), driver=driver)
     pairs = itertools.combinations(range(len(chosen)), 2)
     numbers = [gpu.physical or 0 for gpu in chosen]
     links = tuple((a, b) for a, b in pairs if tuple(sorted((numbers[a], numbers[b]))) in joined)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from muster.hardware import network
+from muster.hardware import network, rehearsal
 from muster.hardware.inventory import Inventory
 
 SHARP = (
@@ -58,6 +58,10 @@ class Job:
     @property
     def alone(self) -> bool:
         return self.ranks * self.nodes < 2
+
+    @property
+    def rehearsal(self) -> bool:
+        return bool(self.inventory.gpus) and rehearsal.active(self.env)
 
     def of(self, vendor: str) -> bool:
         return any(gpu.vendor == vendor for gpu in self.inventory.gpus)
@@ -153,7 +157,9 @@ def _profiles(job: Job) -> Iterator[Rule]:
         yield Rule("TORCH_FR_BUFFER_SIZE", "2000", reason)
         if job.inventory.gpus:
             yield from _collectives(job)
-        if job.nodes > 1:
+        if job.rehearsal:
+            yield from _rehearsal(job)
+        elif job.nodes > 1:
             yield from _cluster(job)
         elif job.inventory.gpus:
             yield from _one_node(job)
@@ -185,6 +191,17 @@ def _collectives(job: Job) -> Iterator[Rule]:
     yield Rule("NCCL_DEBUG", "INFO", "each rank's log says which transport NCCL chose")
     if job.of("amd"):
         return  # RCCL finds XGMI by itself; NVLink, its switches and CUDA's queues are NVIDIA's
+    if not job.rehearsal:
+        yield from _nvlink(found)
+    if job.strategy == "ddp":
+        reason = "kernels start in the order they were queued, so that gradients are sent early"
+        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", reason)
+    else:
+        reason = "1 would keep sharded strategies from overlapping all-gathers with computation"
+        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", None, reason)
+
+
+def _nvlink(found: Inventory) -> Iterator[Rule]:
     if found.links:
         reason = "GPUs are connected by NVLink"
         if len(found.links) < len(found.gpus) * (len(found.gpus) - 1) // 2:
@@ -198,12 +215,15 @@ def _collectives(job: Job) -> Iterator[Rule]:
     else:
         reason = "needs NVSwitch and Hopper or Blackwell; 1 fails elsewhere"
         yield Rule("NCCL_NVLS_ENABLE", None, reason)
-    if job.strategy == "ddp":
-        reason = "kernels start in the order they were queued, so that gradients are sent early"
-        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", reason)
-    else:
-        reason = "1 would keep sharded strategies from overlapping all-gathers with computation"
-        yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", None, reason)
+
+
+def _rehearsal(job: Job) -> Iterator[Rule]:
+    """Ranks of one machine that NCCL takes for as many hosts."""
+    name = (network.interface_for(job.master) if job.master else None) or "lo"
+    reason = "a rehearsal: all ranks are on this machine"
+    yield Rule("NCCL_SOCKET_IFNAME", f"={name}", reason)
+    yield Rule("GLOO_SOCKET_IFNAME", name, reason)
+    yield Rule("NCCL_IB_DISABLE", "1", f"{reason}, and sockets are enough")
 
 
 def _one_node(job: Job) -> Iterator[Rule]:

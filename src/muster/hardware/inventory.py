@@ -12,7 +12,7 @@ from typing import Any, Literal
 import psutil
 
 from muster.errors import LaunchError
-from muster.hardware import amd, cpus, network, nvidia
+from muster.hardware import amd, cpus, network, nvidia, rehearsal
 from muster.hardware.cpus import Cpus
 from muster.hardware.devices import Found, Gpu, Hidden, Pcie, Process
 from muster.hardware.network import InfinibandPort, Interface
@@ -47,16 +47,17 @@ class Inventory:
     ) -> int:
         """How many ranks to start here: `asked`; by default one per GPU, or `cpu_ranks` without one.
 
-        `all` is one per GPU, or one per CPU core. With `share`, several ranks may share a GPU.
+        `all` is one per GPU, or one per CPU core. With `share`, and in a rehearsal, ranks may share a GPU.
         """
         if asked == "all":
             return len(self.gpus) or self.cpus
         if not isinstance(asked, int):
             return len(self.gpus) or cpu_ranks
-        if self.gpus and asked > len(self.gpus) and not share:
+        if self.gpus and asked > len(self.gpus) and not (share or rehearsal.active()):
             raise LaunchError(
                 f"--gpus {asked}, but this machine offers {self.describe()}; ask for at most "
-                f"{len(self.gpus)}, or for all of them with --gpus all"
+                f"{len(self.gpus)}, for all of them with --gpus all, or let {asked} ranks share them "
+                f"with --rehearse {asked}"
             )
         return asked
 

@@ -11,6 +11,7 @@ import time
 import psutil
 
 from muster.errors import LaunchError
+from muster.hardware import rehearsal
 from muster.launch.cluster import Node
 
 POD_NAMES_S = 60.0
@@ -22,7 +23,7 @@ def check(node: Node) -> None:
         refuse_loopback(node.address)
         if node.rank == 0:
             listen(node.address, node.port).close()
-        elif resolve(node.address) in own_addresses():
+        elif resolve(node.address) in own_addresses() and not rehearsal.active():
             raise LaunchError(
                 f"--master-addr {node.address} is an address of this machine, but --node-rank is {node.rank}; "
                 "give the address of node 0"
@@ -44,8 +45,9 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def refuse_loopback(address: str) -> None:
-    """Other machines would connect to themselves instead of node 0, and time out."""
-    if ipaddress.ip_address(resolve(address)).is_loopback:
+    """Other machines would connect to themselves instead of node 0, and time out. The nodes of a rehearsal
+    may be one machine."""
+    if not rehearsal.active() and ipaddress.ip_address(resolve(address)).is_loopback:
         raise LaunchError(
             f"--master-addr {address} is a loopback address; give an address of node 0 that the other "
             f"nodes can reach{_suggestion()}"

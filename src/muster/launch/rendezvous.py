@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muster.errors import LaunchError
+from muster.hardware import rehearsal
 from muster.launch import addresses
 from muster.launch.addresses import refuse_loopback
 from muster.launch.cluster import Node, RankInfo
@@ -141,10 +142,11 @@ def _find_problem(store: Any, rank_info: RankInfo, timeout_s: float) -> str | No
         if entry["device"] is None:
             continue
         first = owners.setdefault((entry["host"], entry["device"]), rank)
-        if first != rank:
+        if first != rank and not rehearsal.active():
             return (
                 f"ranks {first} and {rank} share one GPU of {entry['host']} ({entry['device']}); start "
-                "as many ranks as there are GPUs, and check CUDA_VISIBLE_DEVICES and LOCAL_RANK"
+                "as many ranks as there are GPUs, and check CUDA_VISIBLE_DEVICES and LOCAL_RANK; or "
+                f"let ranks share GPUs with {rehearsal.FLAG}"
             )
     return None
 

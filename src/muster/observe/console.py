@@ -225,10 +225,11 @@ class _Lines:
 
 def results_table(results: dict[str, Any], folder: str) -> Table:
     """The results of a run."""
-    balance = results["balance"]
+    balance, rehearsal = results["balance"], results.get("rehearsal")
     rates = results["throughput"]
     table = Table(
-        title=f"{results['status']}: {results['steps']} steps in {_minutes(results['total_time_s'])}"
+        title=f"{'rehearsal ' if rehearsal else ''}{results['status']}: {results['steps']} steps in "
+        f"{_minutes(results['total_time_s'])}"
     )
     table.add_column("what", style="bold")
     table.add_column("value", overflow="fold")
@@ -239,7 +240,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"
     if "tokens_per_s" in rates:
         speed += f", {rates['tokens_per_s']:.0f} tokens/s"
-    table.add_row("throughput", speed)
+    table.add_row("throughput", "not shown: ranks share GPUs" if rehearsal else speed)
     table.add_row(
         "ranks",
         escape(f"{results['world_size']} ({', '.join(sorted(set(results['devices'])))})"),
@@ -258,7 +259,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
             )
     memory, step = _held_against(results["measured"], results.get("planned", {}))
     table.add_row("memory per rank", memory)
-    if step:
+    if step and not rehearsal:
         table.add_row("a step, the median", step)
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
@@ -270,8 +271,9 @@ def _held_against(measured: dict[str, Any], planned: dict[str, Any]) -> tuple[st
     memory, step = f"{measured['memory_gib']:.2f} GiB", ""
     if median := measured.get("median_step_time_s"):
         step = f"{median:.3g} s"
-    if "step_time_s" in planned:
+    if "memory_gib" in planned:
         memory += f" (planned: {planned['memory_gib']:.2f})"
+    if "step_time_s" in planned:
         step += f" (planned: {planned['step_time_s']:.3g})"
     return memory, step
 

@@ -46,6 +46,11 @@ def budget(device: torch.device) -> str:
         free, held = psutil.virtual_memory().available, psutil.Process().memory_info().rss
         return f"it holds {_gib(held)} and the host has {_gib(free)} free"
     free, total = torch.cuda.mem_get_info(device)
+    if (share := torch.cuda.get_per_process_memory_fraction(device)) < 1:  # a rehearsal's
+        return (
+            f"it holds {_gib(torch.cuda.memory_allocated(device))} of {_gib(share * total)}, its share "
+            "of the GPU in this rehearsal"
+        )
     reserved = torch.cuda.memory_reserved(device)
     words = (
         f"it holds {_gib(torch.cuda.memory_allocated(device))} and {_gib(free)} of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,6 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.errors import LaunchError
+from muster.hardware import inventory, rehearsal
+from muster.hardware.amd import NO_ROCM
+from muster.hardware.inventory import Inventory
 from muster.parallel.layout import AXES, Layout
 from muster.torch_internals import _set_pg_timeout
 
@@ -32,6 +36,7 @@ class Mesh:
     background: Any
     axes: DeviceMesh | None = None
     limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
+    ranks_per_gpu: int = 1  # more in a rehearsal
 
     @property
     def world(self) -> int:
@@ -86,18 +91,49 @@ class Mesh:
 def bind_device(local_rank: int) -> torch.device:
     """This rank's device, made current before anything else touches CUDA.
 
-    A rank that uses CUDA before set_device creates a context on GPU 0, which takes memory there.
+    A rank that uses CUDA before set_device creates a context on GPU 0, which takes memory there. Where
+    one GPU is visible, the launcher may have given each rank its own: two ranks that share one are
+    refused when they register.
     """
-    if not torch.cuda.is_available():
+    visible = torch.cuda.device_count()
+    if not visible or not torch.cuda.is_available():
+        refuse_unusable_gpus(inventory.detect())
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    shared = visible == 1 or rehearsal.active()
+    if local_rank >= visible and not shared:
         raise LaunchError(
-            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} visible; "
-            "start as many ranks as there are GPUs"
+            f"local rank {local_rank} has no GPU: {visible} visible; start as many ranks as there are "
+            f"GPUs, or let ranks share them with {rehearsal.FLAG}"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", local_rank % visible)
     torch.cuda.set_device(device)
     return device
+
+
+def refuse_unusable_gpus(found: Inventory) -> None:
+    """GPUs that torch cannot use: training on the CPU beside them would be a surprise."""
+    without_rocm = [gpu for gpu in found.hidden if gpu.by == NO_ROCM]
+    if not found.gpus and not without_rocm:
+        return
+    if without_rocm:
+        cause = f"AMD GPUs are here, but {NO_ROCM}"
+        cure = "install the one from download.pytorch.org/whl/rocm… (see pytorch.org/get-started), or set"
+    elif torch.version.cuda is None:
+        cause = f"{found.describe()} are here, but torch {torch.__version__} is built without CUDA"
+        cure = "install torch from PyPI (pip install --force-reinstall torch), or set"
+    else:
+        cause = f"{found.describe()} are here, but CUDA does not start: {_cuda_error()}"
+        cure = "update the driver, start the container with --gpus all, or set"
+    mask = "HIP_VISIBLE_DEVICES" if without_rocm else "CUDA_VISIBLE_DEVICES"
+    raise LaunchError(f"{cause}; {cure} {mask}= (empty) to train on the CPU")
+
+
+def _cuda_error() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return "torch.cuda.is_available() is false"
 
 
 def identity(device: torch.device) -> str | None:
@@ -123,7 +159,9 @@ def join(
     store: Any = None,
 ) -> Mesh:
     """init_process_group; fails if a rank does not join within `timeout_s`."""
-    device = bind_device(local_rank)
+    device, ranks_per_gpu = bind_device(local_rank), 1
+    if rehearsal.active():
+        rehearsal.set_host_id(rank)
     limit = datetime.timedelta(seconds=timeout_s)
     if store is None and layout.world == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -131,8 +169,20 @@ def join(
         backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
     )
     background = dist.new_group(backend="gloo", timeout=limit)
+    if rehearsal.active() and device.type == "cuda":
+        ranks_per_gpu = _share_gpu(device, layout.world)
     axes = _axes(layout, device, limit)
-    return Mesh(rank, local_rank, layout, device, background, axes, limit)
+    return Mesh(rank, local_rank, layout, device, background, axes, limit, ranks_per_gpu)
+
+
+def _share_gpu(device: torch.device, world: int) -> int:
+    """Limit this rank to its share of the GPU's memory; returns how many ranks share it."""
+    everyone: list[Any] = [None] * world
+    mine = (os.uname().nodename, identity(device))
+    dist.all_gather_object(everyone, mine)
+    total, ranks = torch.cuda.get_device_properties(device).total_memory, everyone.count(mine)
+    torch.cuda.set_per_process_memory_fraction(rehearsal.share_of(total, ranks) / total, device)
+    return ranks
 
 
 @cache

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from muster.hardware.rehearsal import CONTEXT_BYTES
 from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import Layout
 from muster.plan.profile import ModelCost
 from muster.plan.shards import FLOAT, REST, Group, Stage
 
 GIB = 2**30
-CONTEXT = 0.78 * GIB  # CUDA context with library kernels, measured on an H200
 NCCL = 0.25 * GIB  # buffers per process group
 WORKSPACE = 0.07 * GIB  # cuBLAS
 SLACK = 0.03  # of allocated memory: allocator fragmentation
@@ -105,7 +105,7 @@ def estimate_memory(
     host = _moved_to_host(choice, parts, static)
     parts["buffers"] += stage.buffers + WORKSPACE
     parts["slack"] = SLACK * sum(parts.values())
-    parts["context"] = CONTEXT + NCCL * choice.groups
+    parts["context"] = CONTEXT_BYTES + NCCL * choice.groups
     return MemoryEstimate(parts, static, host)
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.parallel.layout import Layout, strategy_name
 from muster.parallel.pipeline import stages_per_rank
@@ -47,14 +47,20 @@ class Plan:
 
 @contextlib.contextmanager
 def tensor_ranks(count: int) -> Iterator[Any]:
-    """A fake process group with this process as rank 0."""
-    if dist.is_initialized():
-        raise RuntimeError("tensor ranks must be planned before init_process_group")
-    dist.init_process_group("fake", rank=0, world_size=count)
+    """A fake process group with this process as rank 0; in a run, beside its own groups."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=count)
+        try:
+            yield init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
+        finally:
+            dist.destroy_process_group()
+        return
+    ranks = list(range(count))  # local: the other ranks do not take part
+    group = dist.new_group(ranks, backend="fake", use_local_synchronization=True)
     try:
-        yield init_device_mesh("cpu", (count,), mesh_dim_names=("tensor",))
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tensor",))
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group(group)
 
 
 @dataclass

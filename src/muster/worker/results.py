@@ -13,7 +13,14 @@ import torch
 
 from muster import __version__, runs
 from muster.data.batches import BatchPlan
-from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
+from muster.hardware import rehearsal
+from muster.observe.results import (
+    complete_steps,
+    read_last,
+    read_lines,
+    summarise_metrics,
+    write_json,
+)
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
@@ -50,6 +57,7 @@ def write_plan(
             "samples": len(plan.lengths),
             "parameters": parameters,
             "precision": precision,
+            "ranks_per_gpu": mesh.ranks_per_gpu,
             **promised,
         },
     )
@@ -119,11 +127,12 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "strategy": planned["strategy"],
         "global_batch_size": planned["global_batch_size"],
         **metrics,
-        "balance": job.observer.balance.summary(),
+        "rehearsal": rehearsal.active(),
+        "balance": {} if rehearsal.active() else job.observer.balance.summary(),
         "left_out": dict(getattr(job.loader.source, "left_out", {})),
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
-        "measured": {**metrics["measured"], **_stalls(saves)},
+        "measured": {**metrics["measured"], **_memory(job.mesh, run), **_stalls(saves)},
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
         "checkpoint": str(job.checkpoints.root / f"step-{whole[-1]}") if whole else None,
     }
@@ -137,6 +146,13 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
         "not_scored": final.left_out if final else {},
         "worst": [vars(example) for example in final.worst] if final else [],
     }
+
+
+def _memory(mesh: Mesh, run: runs.Run) -> dict[str, float]:
+    """Of the rank that needed most, as it is planned; a pipeline's stages differ."""
+    lines = [read_last(run.path / "ranks" / f"{rank}.jsonl") for rank in range(mesh.world)]
+    peaks = [line["memory_gib"] for line in lines if "memory_gib" in line]
+    return {"memory_gib": max(peaks)} if peaks else {}
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from muster.cli.bench.common import (
     size_of,
     title,
 )
-from muster.cli.common import AddressOption, NodeRankOption, NodesOption, PortOption, console
+from muster.cli.common import (
+    AddressOption,
+    NodeRankOption,
+    NodesOption,
+    PortOption,
+    RehearseOption,
+    console,
+)
 from muster.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "int32", "int64")
 
 def collectives(
     gpus: RanksOption = None,
+    rehearse: RehearseOption = None,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Only this one; may be given several times."),
@@ -84,14 +92,16 @@ def collectives(
         as_json=as_json,
         show=_show,
         draw=_draw,
+        rehearse=rehearse,
     )
     if document is None:
         return
     from muster.bench.collectives import save_for_planner, wrong_rows
 
-    words = save_for_planner(document, folder)
-    if not as_json:
-        console.print(words, soft_wrap=True, markup=False)
+    if not rehearse:
+        words = save_for_planner(document, folder)
+        if not as_json:
+            console.print(words, soft_wrap=True, markup=False)
     if wrong_rows(document):
         raise typer.Exit(1)
 

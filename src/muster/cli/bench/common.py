@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from muster.bench.files import Document
-from muster.cli.common import console
+from muster.cli.common import console, rehearsal_ranks
 from muster.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
@@ -55,19 +55,22 @@ def measure_and_show(
     show: Callable[[Document, Comparison | None], None],
     draw: Callable[[Path, Document], list[Path]],
     beforehand: str = "",
+    rehearse: int | None = None,
 ) -> Document | None:
     """Measure on all ranks; rank 0, or the process that started them, keeps, compares and shows.
     `nodes` is --nodes, --node-rank, --master-addr and --master-port as given; `beforehand` is said
-    where the wait is long."""
+    where the wait is long. A rehearsal shows which values are right, and keeps nothing."""
     from muster.bench import ranks as benches
     from muster.bench import results
     from muster.bench.files import prepare
+    from muster.hardware import rehearsal
     from muster.launch import cluster
     from muster.launch.join import is_rank
 
+    ranks = rehearsal_ranks(rehearse, ranks)
     count, rank, address, port = nodes
     node = cluster.node(os.environ, count or 0, rank, address or "", port or 0)
-    if is_rank() and (ranks or count):
+    if is_rank() and ((ranks and not rehearse) or count):
         raise LaunchError("these ranks were started already; leave --gpus and --nodes out")
     before = None
     if cluster.detect(os.environ).rank == node.rank == 0:  # who will show it
@@ -78,8 +81,28 @@ def measure_and_show(
     document = benches.measure(form, options, ranks, node)
     if document is None:
         return None
+    if rehearsal.active():
+        _show_values(document, as_json)
+        return document
     finish(document, before, folder, as_json, show, draw)
     return document
+
+
+def _show_values(document: Document, as_json: bool) -> None:
+    """Which rows have the right values, without their times."""
+    rows = [{name: row[name] for name in (*document["keys"], "wrong")} for row in document["rows"]]
+    if as_json:
+        print(json.dumps({"rehearsal": True, "ranks": document["ranks"], "rows": rows}, indent=2))
+        return
+    wrong = [row for row in rows if row["wrong"]]
+    console.print(f"{title(document)}: a rehearsal", markup=False, soft_wrap=True)
+    console.print(
+        f"{len(rows) - len(wrong)} of {len(rows)} rows have the right values", markup=False
+    )
+    console.print("times are left out: ranks share GPUs", style="dim")
+    for row in wrong:
+        what = " ".join(str(row[name]) for name in document["keys"])
+        console.print(f"[bold red]wrong:[/] {what}: {row['wrong']}", soft_wrap=True)
 
 
 def finish(

@@ -19,7 +19,14 @@ from muster.cli.bench.common import (
     size_of,
     title,
 )
-from muster.cli.common import AddressOption, NodeRankOption, NodesOption, PortOption, console
+from muster.cli.common import (
+    AddressOption,
+    NodeRankOption,
+    NodesOption,
+    PortOption,
+    RehearseOption,
+    console,
+)
 from muster.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -30,6 +37,7 @@ SHOWN = 16  # ranks: a wider matrix is for the picture
 
 def p2p(
     gpus: RanksOption = None,
+    rehearse: RehearseOption = None,
     size: Annotated[
         str | None,
         typer.Option(
@@ -60,6 +68,7 @@ def p2p(
         as_json=as_json,
         show=_show,
         draw=_draw,
+        rehearse=rehearse,
     )
     if document and any(row["wrong"] for row in document["rows"]):
         raise typer.Exit(1)

@@ -1,0 +1,104 @@
+"""Memory of ranks that share a GPU: one that runs out, and the plan held against what is measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from muster import runs
+from muster.train.loop import train
+from processes import muster, python_path
+from training import make_job
+
+pytestmark = pytest.mark.gpu
+# Rank 1 gets so little memory that its half of the batch does not fit.
+TIGHT = """
+import os
+if os.environ.get("RANK") == "1":
+    import torch
+    real = torch.cuda.set_per_process_memory_fraction
+    def tight(fraction, device=None):
+        real(min(fraction, 2**30 / torch.cuda.get_device_properties(device).total_memory), device)
+    torch.cuda.set_per_process_memory_fraction = tight
+"""
+
+
+@pytest.mark.parametrize("shrinks", [True, False])
+def test_one_rank_runs_out_of_memory(recipe, tmp_path, shrinks):
+    (tmp_path / "sitecustomize.py").write_text(TIGHT)
+    words = ["training.global_batch_size=96", "data.sequence_length=512", "training.steps=4"]
+    words += ["training.on_oom=shrink"] if shrinks else []
+    words += [
+        "distributed.strategy=ddp",
+        "training.precision=fp32",
+        "--gpus",
+        "2",
+        "--run",
+        "tight",
+    ]
+    env, code = python_path(tmp_path), 0 if shrinks else 1
+    muster("train", recipe, *words, folder=tmp_path, env=env, code=code)
+    run = runs.find("tight", tmp_path / "runs")
+    if shrinks:
+        results = run.results()
+        assert results
+        assert results["shrunk"]
+        assert "on rank 1" in results["shrunk"][0]
+        assert results["steps"] == 4
+    else:
+        failure = json.dumps(run.info()["failure"])
+        assert "rank 1 ran out of memory" in failure
+        assert "its share of the GPU in this rehearsal" in failure
+
+
+LAYOUTS = {
+    "ddp 2": (2, "ddp"),
+    "ddp 4": (4, "ddp"),
+    "fsdp 2": (2, "fsdp"),
+    "fsdp 4": (4, "fsdp"),
+    "fsdp shard_grad_op 4": (4, "fsdp", "distributed.fsdp.sharding=shard_grad_op"),
+    "hsdp 2 × 2": (4, "hsdp", "distributed.replicate=2", "distributed.shard=2"),
+    "zero1 2": (2, "zero1"),
+    "zero2 2": (2, "zero2"),
+    "zero2 4": (4, "zero2"),
+    "zero3 2": (2, "zero3"),
+    "zero3 4": (4, "zero3"),
+    "tensor 2": (2, "tensor"),
+    "tensor 4": (4, "tensor"),
+    "pipeline 2": (2, "pipeline"),
+    "pipeline 4": (4, "pipeline"),
+    "tensor 2 × fsdp 2": (4, "hybrid", "distributed.tensor=2"),
+    "pipeline 2 × fsdp 2": (4, "hybrid", "distributed.pipeline=2"),
+}
+SIZES = ["training.steps=3", "training.global_batch_size=16", "data.sequence_length=256"]
+SIZES += ["training.precision=fp32", "evaluation.final=false", "checkpoint.final=false"]
+
+
+def measure(mesh, folder: str, options: list[str]) -> tuple[float, float]:
+    """GiB of this rank at its peak, and of the rank that needs most by the plan."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    job = make_job(mesh, folder, [*SIZES, *options], "gpt2")
+    train(job)
+    job.observer.close()
+    mesh.barrier()
+    planned = json.loads(Path(folder, "plan.json").read_text())
+    return (torch.cuda.max_memory_allocated() - before) / 2**30, planned["memory_gib"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_takes_what_was_planned(ranks, tmp_path, record_property, layout):
+    world, strategy, *options = LAYOUTS[layout]
+    options = [f"distributed.strategy={strategy}", *options]
+    found = ranks(world)(measure, str(tmp_path), options)
+    measured, planned = max(peak for peak, _ in found), found[0][1]
+    record_property(
+        "row", f"| {layout} | {planned:.2f} | {measured:.2f} | {measured / planned:.3f}"
+    )
+    assert measured == pytest.approx(planned, rel=0.1)
