@@ -43,9 +43,10 @@ def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     from muster.train.optimizer import peak_lr
 
     config = str(SYSTEM / "configs" / "multi_gpu.yaml")
-    assert peak_lr(load(config).training) == pytest.approx(2e-3)
-    assert peak_lr(load(config, ["training.batch_size=64"]).training) == pytest.approx(4e-3)
-    grows = load(config, ["training.batch_size=16", "training.scale_with_ranks=batch"])
+    assert peak_lr(load(config).training) == 2e-3
+    words = "training.batch_size=16 training.lr=1e-3 training.scale_with_ranks=batch_and_lr"
+    assert words in (SYSTEM / "README.md").read_text()
+    grows = load(config, words.split())
     for ranks in (1, 2, 4, 8):
         first = settle(grows, ranks).training
         assert (first.global_batch_size, solve(first, ranks).per_device) == (16 * ranks, 16)
