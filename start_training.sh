@@ -20,5 +20,5 @@ TEXT
 for word in "$@"; do
   case $word in --help | -h) usage; exit ;; esac
 done
-set_up
-exec "$venv/bin/python" -P -m muster.entrypoints.start_training "$@"
+use_muster
+exec "$python" -P -m muster.entrypoints.start_training "$@"

@@ -118,7 +118,8 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
     torch._dynamo.reset()
     recipe = case.load()
     with tempfile.TemporaryDirectory() as folder:
-        mesh, run = connect_ranks(recipe, RankInfo(), runs.create(Path(folder), "case", {}))
+        new = runs.create(Path(folder), "case", {})
+        mesh, run, recipe = connect_ranks(recipe, RankInfo(), new)
         job = prepare(recipe, mesh, run)
         for part in job.engine.parts:
             part.train()

@@ -1,5 +1,17 @@
 # Sourced by run_nvidia_all.sh and run_amd_all.sh.
 
+# set_up_for [hf|fsdp]: sets $python to one with muster; only where there is none, ../../.venv is set up,
+# for the Trainer with accelerate.
+set_up_for() {
+  local extra=""
+  [[ "${1:-}" == hf ]] && extra=trainer
+  python=python
+  if [[ -e "$here/../../tools/setup.sh" ]]; then  # not where this folder was copied elsewhere
+    source "$here/../../tools/setup.sh"
+    use_muster "$extra"
+  fi
+}
+
 # start_on_all VENDOR OTHER_SCRIPT GPUS OTHER_GPUS [hf|fsdp] [arguments of the script]
 start_on_all() {
   local vendor=$1 other_script=$2 gpus=$3 other_gpus=$4 script=fsdp ranks
@@ -26,13 +38,15 @@ start_on_all() {
   else
     echo "training on $ranks $vendor GPU(s)" >&2
   fi
-  exec torchrun --standalone --nproc_per_node="$ranks" "$here/run_${script}_standalone.py" "$@"
+  local torchrun=("$(dirname "$(command -v "$python")")/torchrun")
+  [[ -x "${torchrun[0]}" ]] || torchrun=("$python" -m torch.distributed.run)
+  exec "${torchrun[@]}" --standalone --nproc_per_node="$ranks" "$here/run_${script}_standalone.py" "$@"
 }
 
 # "NVIDIA AMD": how many GPUs of each make torch may use, after masks such as CUDA_VISIBLE_DEVICES,
 # which the vendors' own tools (nvidia-smi, rocm-smi) do not heed.
 count_gpus() {
-  python -c '
+  "$python" -c '
 import torch
 n = torch.cuda.device_count()
 print(0 if torch.version.hip else n, n if torch.version.hip else 0)'

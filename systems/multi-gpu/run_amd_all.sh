@@ -7,6 +7,7 @@ source "$here/launch.sh"
 export HSA_NO_SCRATCH_RECLAIM="${HSA_NO_SCRATCH_RECLAIM-1}"
 export HSA_ENABLE_SDMA="${HSA_ENABLE_SDMA-1}"
 export HSA_FORCE_FINE_GRAIN_PCIE="${HSA_FORCE_FINE_GRAIN_PCIE-1}"
+set_up_for "${1:-}"
 counts=$(count_gpus)
 read -r nvidia amd <<<"$counts"
 start_on_all AMD run_nvidia_all.sh "$amd" "$nvidia" "$@"

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from muster import runs
 from muster.cli import app
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 from muster.observe.results import STOP_FILE
+from muster.recipe.load import from_resolved
 from muster.runs import Run
 from processes import MUSTER, free_port, runs_module, start, until
 from tiny import LONG, STEPS, losses
@@ -105,6 +106,30 @@ def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
     assert [run.name for run in runs.every(tmp_path / "runs")] == ["mine"]
     alone = [line["loss"] for line in undisturbed(1)[:8]]
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_batch_made_of_two_numbers_stays_on_other_ranks(undisturbed, recipe, tmp_path):
+    """2 × 4 × one rank is the tiny recipe's 8; two ranks would make 16 of the same words."""
+    words = [recipe, "--run", "mine", "~training.global_batch_size"]
+    words += ["training.per_device_batch_size=2", "training.gradient_accumulation_steps=4"]
+    two = [*TORCHRUN, "-m", "--", "muster"]
+    for command, steps in ((MUSTER, 4), (two, 8)):
+        process = start([*command, "train", *words, f"training.steps={steps}"], tmp_path)
+        said = process.communicate(timeout=200)[0]
+        assert process.returncode == 0, said
+        run = Run(tmp_path / "runs" / "mine")
+        kept = from_resolved(run.path / "recipe.yaml").training
+        assert (kept.global_batch_size, kept.scale_with_ranks) == (8, "none")
+        assert "= 8 samples per optimizer step" in said
+        (run.path / STOP_FILE).write_text("")  # as if it had been stopped
+    assert "resumed at step 4" in said
+    planned = run.results()["planned"]
+    assert (planned["global_batch_size"], planned["gradient_accumulation_steps"]) == (8, 2)
+    alone = [line["loss"] for line in undisturbed(1)[:8]]
+    assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
+    again = ["train", str(run.path), "training.scale_with_ranks=batch"]
+    with pytest.raises(RecipeError, match="mine keeps the global batch"):
+        CliRunner().invoke(app, again, catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ import pytest
 
 from muster.data.batches import cut
 from muster.errors import RecipeError
-from muster.recipe.batch import BatchSizes, micro_batches, nearest, solve
-from muster.recipe.schema import Training
+from muster.recipe.batch import BatchSizes, micro_batches, nearest, settle, settle_as, solve
+from muster.recipe.load import load
+from muster.recipe.schema import Recipe, Training
+from muster.train.optimizer import peak_lr
 
 
 def training(total, per_device="auto", accumulation="auto") -> Training:
@@ -190,3 +192,73 @@ def all_ways(total, ranks) -> list[tuple[int, int]]:
         for size, steps in fewest.items()
         if steps == 1 or size == min(fewest) or 8 * (size * steps * ranks - total) <= total
     ]
+
+
+def recipe(**training) -> Recipe:
+    return Recipe.model_validate({"training": {"steps": 1, **training}})
+
+
+@pytest.mark.parametrize(("ranks", "total"), [(1, 16), (2, 32), (4, 64)])
+def test_two_given_numbers_and_the_ranks_of_the_first_start_define_the_global_batch(ranks, total):
+    given = recipe(per_device_batch_size=4, gradient_accumulation_steps=4)
+    assert solve(given.training, ranks) == BatchSizes(total, 4, 4, ranks)
+    first = settle(given, ranks).training
+    assert (first.global_batch_size, first.scale_with_ranks) == (total, "none")
+    assert solve(first, ranks) == BatchSizes(total, 4, 4, ranks)
+    for later in (1, 2, 8, 16):  # resumed there
+        assert solve(first, later).global_batch == total
+        assert settle(recipe(**first.model_dump(exclude={"steps"})), later).training == first
+        assert settle_as(given, first).training == first
+
+
+def test_one_number_leaves_the_default_alone():
+    assert recipe(per_device_batch_size=4).training.global_batch_size == 32
+    assert recipe(gradient_accumulation_steps=4).training.scale_with_ranks == "none"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"global_batch_size": 16, "scale_with_ranks": "batch_and_lr"},
+        {"per_device_batch_size": 16, "scale_with_ranks": "batch_and_lr"},
+        {
+            "global_batch_size": 16,
+            "scale_with_ranks": "batch",
+            "lr_scaling": "linear",
+            "reference_batch_size": 16,
+        },
+    ],
+)
+def test_batch_and_learning_rate_grow_with_the_ranks_where_asked(ranks, given):
+    """16, 32, 64, 128 and 1e-3, 2e-3, 4e-3: the table of the LMU-ASR guide."""
+    first = settle(recipe(lr=1e-3, **given), ranks).training
+    assert first.global_batch_size == 16 * ranks
+    assert peak_lr(first) == pytest.approx(1e-3 * ranks)
+    assert settle_as(recipe(lr=1e-3, **given), first).training == first
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"scale_with_ranks": "batch_and_lr", "lr_scaling": "sqrt", "reference_batch_size": 1},
+            "would both scale lr; use scale_with_ranks=batch",
+        ),
+        (
+            {"scale_with_ranks": "batch", "global_batch_size": 16}
+            | {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
+            "16 is not per_device_batch_size 4 × gradient_accumulation_steps 2",
+        ),
+        (
+            {"scale_with_ranks": "none"}
+            | {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
+            "global_batch_size is not given; give it",
+        ),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused_with_the_key_to_change(given, words):
+    changes = [f"training.{key}={value}" for key, value in given.items()]
+    gone = [] if "global_batch_size" in given else ["~training.global_batch_size"]
+    with pytest.raises(RecipeError, match=words):
+        load("speech", [*gone, *changes])

@@ -38,6 +38,14 @@ def test_the_answer_comes_with_the_command_that_carries_it_out():
     assert text.split("muster train")[-1].count(FIXED) == 1
 
 
+def test_a_batch_that_grows_with_the_ranks_is_planned_as_a_first_start_would_make_it():
+    grown = [*SMALL, FIXED, "training.scale_with_ranks=batch", "--gpus", "2", "--gpu", "h100"]
+    assert json.loads(run(*grown, "--json"))["global_batch_size"] == 32
+    command = run(*grown).split("muster train")[-1]
+    assert "training.global_batch_size=32 training.compile=false" in command
+    assert "training.scale_with_ranks=none" in command
+
+
 def test_json_holds_the_whole_answer(tmp_path):
     words = (*SMALL, FIXED, "--gpus", "2", "--gpu", "h100", "--json", "--simulate")
     done = muster("plan", *words, "--plot", tmp_path / "plan", folder=tmp_path)

@@ -38,12 +38,19 @@ def test_the_commands_of_the_guide_train(tmp_path, command, ranks, batch):
 
 
 def test_the_learning_rate_follows_the_batch_as_the_guide_says():
+    from muster.recipe.batch import settle, solve
     from muster.recipe.load import load
     from muster.train.optimizer import peak_lr
 
     config = str(SYSTEM / "configs" / "multi_gpu.yaml")
-    assert peak_lr(load(config).training) == pytest.approx(2e-3)
-    assert peak_lr(load(config, ["training.batch_size=64"]).training) == pytest.approx(4e-3)
+    assert peak_lr(load(config).training) == 2e-3
+    words = "training.batch_size=16 training.lr=1e-3 training.scale_with_ranks=batch_and_lr"
+    assert words in (SYSTEM / "README.md").read_text()
+    grows = load(config, words.split())
+    for ranks in (1, 2, 4, 8):
+        first = settle(grows, ranks).training
+        assert (first.global_batch_size, solve(first, ranks).per_device) == (16 * ranks, 16)
+        assert peak_lr(first) == pytest.approx(1e-3 * ranks)
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,22 @@ def test_the_batch_is_the_guides_on_any_number_of_gpus(config, ranks, accumulati
     assert sizes.global_batch == {"training_config": 16, "whisper_small": 64}[config]
 
 
+def test_the_guides_two_numbers_make_the_batch_of_the_machine(tmp_path):
+    """4 per device × 4 accumulation, and no global batch: 16 on one GPU, 64 on four."""
+    text = (CONFIGS / "training_config.yaml").read_text()
+    text = re.sub(r"(?m)^  global_batch_size:.*\n", "", text)
+    text = re.sub(r"(gradient_accumulation_steps:) auto", r"\1 4", text)
+    (tmp_path / "guide.yaml").write_text(text)
+    recipe = load(str(tmp_path / "guide.yaml"), ["data.train=embedded:spoken-numbers"])
+    found = Inventory((), 64, 512.0, "host", (), False, ("eth0",))
+    for ranks, total in ((1, 16), (4, 64)):
+        assert solve(recipe.training, ranks).global_batch == total
+        said = start.banner(recipe, found, ranks, [])
+        assert (
+            f"4 per device × 4 accumulation × {ranks} device(s) = {total}; another number" in said
+        )
+
+
 def test_the_banner_of_the_guides_machine(tmp_path, monkeypatch):
     """Four H100 NVL in two bridged pairs; no such machine is at hand, so it is written down."""
     gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 93.6, f"GPU-{i}") for i in range(4))

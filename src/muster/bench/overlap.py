@@ -37,6 +37,7 @@ PREFETCH = {"none": (False, False), "backward": (False, True), "both": (True, Tr
 PLAIN = (
     "training.compile=false",  # messages are recorded operation by operation
     "training.cuda_graphs=false",
+    "training.scale_with_ranks=none",
     "training.gradient_accumulation_steps=1",
     "training.per_device_batch_size=auto",
     "checkpoint.every_steps=null",

@@ -124,7 +124,8 @@ def judge(rows: list[Document]) -> None:
 def _at(recipe: str, overrides: Sequence[str], kind: str, ranks: int) -> Recipe:
     """The recipe of one point, refused before any of them runs where it cannot."""
     batch = load(recipe, overrides).training.global_batch_size * (ranks if kind == "weak" else 1)
-    resolved = load(recipe, [*overrides, f"training.global_batch_size={batch}"])
+    sizes = [f"training.global_batch_size={batch}", "training.scale_with_ranks=none"]
+    resolved = load(recipe, [*overrides, *sizes])
     solve(resolved.training, layout_for(resolved.distributed, ranks).data_ranks)
     return resolved
 

@@ -50,7 +50,7 @@ def measure(context: RankContext) -> RankReport:
     return {
         "read_per_s": read,
         "taken_per_s": trained,
-        "samples": recipe.training.global_batch_size,
+        "samples": job.recipe.training.global_batch_size,
         "workers": job.loader.workers,
         "gpu": context.mesh.device.type == "cuda",
     }

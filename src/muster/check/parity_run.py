@@ -26,7 +26,8 @@ from muster.parallel import mesh as meshes
 from muster.parallel.layout import Layout
 from muster.recipe.load import load
 
-SMALL = ["training.global_batch_size=16", "data.sequence_length=64", "data.pool_batches=1"]
+SMALL = ["training.global_batch_size=16", "training.scale_with_ranks=none"]
+SMALL += ["data.sequence_length=64", "data.pool_batches=1"]
 
 
 def run_parity(recipe: str, ranks: int | None, only: str | None = None) -> list[dict[str, Any]]:

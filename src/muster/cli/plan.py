@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from muster.hardware.catalogue import Accelerator
     from muster.plan.planner import Plan, Planner
     from muster.plan.search import SearchResult
+    from muster.recipe.schema import Recipe
 
 
 def plan(
@@ -93,7 +94,11 @@ def plan(
 
     device, count = _devices(gpu, gpus, network)
     cluster = _cluster(device, count, per_node)
-    subject = open_subject(recipe, overrides or [])
+    changes = list(overrides or [])
+    subject = open_subject(recipe, changes)
+    if scaled := _scaled_by(subject.recipe, count):
+        changes += scaled
+        subject = open_subject(recipe, changes)
     precision = _precision(subject.recipe.training.precision, device)
     planner = Planner(subject, cluster, precision, measure_loading=gpu is None)
     with console.status("searching strategies …") if not as_json else nullcontext():
@@ -107,14 +112,14 @@ def plan(
     document = report.as_dict(planner, found, recipe)
     if simulate:
         settings = report.settings(found.best)
-        again = open_subject(recipe, [*(overrides or []), *settings])
+        again = open_subject(recipe, [*changes, *settings])
         document["simulation"] = _simulate(again, found.best, planner, quiet=as_json)
     if plot:
         document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
     if as_json:
         print(json.dumps(document, indent=2))
         return
-    plan_table.show(planner, found, recipe, overrides or [], top)
+    plan_table.show(planner, found, recipe, changes, top)
     if explain:
         console.print("\n[bold]The arithmetic[/]")
         for line in report.arithmetic(planner, found.best):
@@ -123,6 +128,18 @@ def plan(
         plan_table.show_simulation(document["simulation"], found.best)
     for path in document.get("plots", []):
         console.print(f"drawn: {path}")
+
+
+def _scaled_by(recipe: Recipe, ranks: int) -> list[str]:
+    """What `training.scale_with_ranks` makes of the recipe at a first start on `ranks`, as overrides."""
+    from muster.parallel.layout import layout_for
+    from muster.recipe.batch import settle
+
+    if recipe.training.scale_with_ranks == "none":
+        return []
+    settled = settle(recipe, layout_for(recipe.distributed, ranks).data_ranks)
+    before, after = recipe.training.model_dump(), settled.training.model_dump()
+    return [f"training.{key}={value}" for key, value in after.items() if value != before[key]]
 
 
 def _list() -> None:

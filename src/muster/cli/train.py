@@ -125,7 +125,7 @@ def train(
     addresses.check(node)
     if node.rank > 0:
         return _join(node, resolved, ranks)
-    run, claim = open_run(resolved, existing, run_name, console)
+    run, claim, _ = open_run(resolved, ranks * node.nodes, existing, run_name, console)
     with claim:  # the supervisor holds it too, from its start to its end
         _supervise(run, claim, ranks, node)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
@@ -226,7 +226,8 @@ def _submit(
     solve(recipe.training, layout_for(recipe.distributed, ranks * nodes).data_ranks)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
-    run, claim = open_run(recipe, existing, name, console if on == "slurm" else None)
+    shown_on = console if on == "slurm" else None
+    run, claim, recipe = open_run(recipe, ranks * nodes, existing, name, shown_on)
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}

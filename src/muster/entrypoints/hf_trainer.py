@@ -195,7 +195,7 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
     """What `muster.worker.main.run_rank` does, with the Trainer instead of muster's loop."""
     sizes = _sizes(recipe, rank_info.world)
     task = cast(CausalLM, open_task(recipe))
-    mesh, run = connect_ranks(recipe, rank_info, run)
+    mesh, run, recipe = connect_ranks(recipe, rank_info, run)
     source = cast(PackedSource, open_source(task, recipe, mesh))
     job = _job(recipe, task, source, mesh, run, sizes)
     trainer = _trainer(job, source, sizes, run.path / "trainer")

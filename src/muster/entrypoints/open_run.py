@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from muster.recipe.schema import Recipe
     from muster.runs import Run
+
+log = logging.getLogger(__name__)
 
 
 def existing_run(text: str, runs_elsewhere: bool = False) -> Run | None:
@@ -44,16 +47,30 @@ def _await_end(run: Run) -> None:
 
 
 def open_run(
-    recipe: Recipe, existing: Run | None, name: str | None, console: Console | None = None
-) -> tuple[Run, TextIOWrapper]:
-    """The run directory, and the claim on it: a new run, or one to resume with the same maths. With a
-    `console`, speech is indexed first, with a progress bar."""
+    recipe: Recipe,
+    ranks: int,
+    existing: Run | None,
+    name: str | None,
+    console: Console | None = None,
+) -> tuple[Run, TextIOWrapper, Recipe]:
+    """The run directory, the claim on it, and the recipe written into it: of a new run on `ranks`, or of
+    one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
     from muster import runs
 
+    if existing and recipe.training.scale_with_ranks != "none":
+        raise RecipeError(
+            f"training.scale_with_ranks: {existing.name} keeps the global batch and the learning rate of "
+            "its first start; leave it out, or start a new run: muster train RECIPE"
+        )
     root = Path(recipe.logging.dir)
     if existing is None and name and (root / name / "run.json").is_file():
         _await_end(runs.Run(root / name))
         existing = existing_run(str(root / name))
+    recipe, words = _settled(recipe, ranks, existing)
+    if words and console:
+        console.print(words, soft_wrap=True, markup=False)
+    elif words:
+        log.info("%s", words)
     if existing:
         _check_same_maths(existing, recipe)
     if console:
@@ -61,7 +78,27 @@ def open_run(
     run = existing or runs.create(root, recipe.name, {}, exact=name)
     claim = run.claim()
     _write_recipe(run, recipe)
-    return run, claim
+    return run, claim, recipe
+
+
+def _settled(recipe: Recipe, ranks: int, existing: Run | None) -> tuple[Recipe, str]:
+    """`training.scale_with_ranks` applied, as it was at the first start or for this one; and in words."""
+    from muster.parallel.layout import layout_for
+    from muster.recipe.batch import settle, settle_as
+    from muster.recipe.load import from_resolved
+
+    before = recipe.training
+    if before.scale_with_ranks == "none":
+        return recipe, ""
+    if existing and (existing.path / "recipe.yaml").is_file():
+        recipe = settle_as(recipe, from_resolved(existing.path / "recipe.yaml").training)
+    recipe = settle(recipe, layout_for(recipe.distributed, ranks).data_ranks)
+    now, part = recipe.training, before.global_batch_size
+    return recipe, (
+        f"training.scale_with_ranks={before.scale_with_ranks}: {part} × {now.global_batch_size // part} "
+        f"data ranks = {now.global_batch_size} samples per optimizer step, lr={now.lr:g}; this run keeps "
+        "them on any number of ranks, a new run on other ranks trains differently"
+    )
 
 
 def check_before_launch(recipe: Recipe, ranks: int) -> None:

@@ -31,7 +31,8 @@ from muster.launch.spawn import spawn
 from muster.observe.console import follow, results_table
 from muster.observe.logs import set_up
 from muster.observe.profile_page import headline
-from muster.recipe.load import load
+from muster.recipe.batch import settle_as
+from muster.recipe.load import from_resolved, load
 from muster.recipe.schema import Recipe
 from muster.worker.main import TrainRank, listen_for_stop, run_process, run_rank
 
@@ -70,7 +71,7 @@ def train_here(
         check_before_launch(loaded, rank_info.world)
         if rank_info.rank > 0:
             return run_process(loaded, rank_info, None, train_rank=train_rank)
-        run, claim = _own_run(loaded, rank_info, existing, run_name)
+        run, claim, loaded = _own_run(loaded, rank_info, existing, run_name)
         with _watched(run):
             return run_process(loaded, rank_info, run, claim, train_rank)
     except MusterError as error:
@@ -80,16 +81,18 @@ def train_here(
 
 def _own_run(
     recipe: Recipe, rank_info: RankInfo, existing: runs.Run | None, name: str | None
-) -> tuple[runs.Run, TextIOWrapper]:
-    """The run directory and the claim on it; after a restart by torchrun, the same one as before."""
+) -> tuple[runs.Run, TextIOWrapper, Recipe]:
+    """The run directory, the claim on it and its recipe; after a restart by torchrun, the same run as
+    before."""
     if rank_info.restarts:
         for run in filter(_is_ours, runs.every(Path(recipe.logging.dir))):
             claim = run.claim()
             run.clear_error_reports()
-            return run, claim
-    run, claim = open_run(recipe, existing, name)
+            first = from_resolved(run.path / "recipe.yaml").training
+            return run, claim, settle_as(recipe, first)
+    run, claim, recipe = open_run(recipe, rank_info.world, existing, name)
     run.begin(agent=_agent())
-    return run, claim
+    return run, claim, recipe
 
 
 def _is_ours(run: runs.Run) -> bool:

@@ -241,7 +241,7 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
         ]
     lines += [
         f"Data: {recipe.data.train}, {used} of {files} parquet file(s)",
-        _batch_line(sizes),
+        _batch_line(sizes) + _scaled_words(recipe),
         "Environment:",
     ]
     lines += [f"  {v.name}={v.value}   {_why(v)}" for v in settings]
@@ -257,6 +257,12 @@ def _batch_line(sizes: BatchSizes) -> str:
     if uneven:
         return f"Effective batch size: {sizes.global_batch}, split over at most {product}"
     return f"Effective batch size: {product} = {sizes.global_batch}"
+
+
+def _scaled_words(recipe: Recipe) -> str:
+    if recipe.training.scale_with_ranks == "none":
+        return ""
+    return "; another number of devices makes another batch (training.scale_with_ranks)"
 
 
 def _why(variable: Variable) -> str:

@@ -26,6 +26,7 @@ from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
+from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.runs import Run
@@ -192,6 +193,7 @@ def join_run(node: Node, recipe: Recipe) -> Run:
         ) from None
     facts = json.loads(store.get("run"))
     master_recipe = Recipe.model_validate(facts["recipe"])
+    recipe = settle_as(recipe, master_recipe.training)
     if different := differences(master_recipe.as_dict(), recipe.as_dict()):
         hint = "give every node the same recipe and the same key=value overrides"
         store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from muster.errors import RecipeError
-from muster.recipe.schema import Training
+from muster.recipe.schema import Recipe, Training
 
 WAYS = 16  # to run one global batch, at most, that a search looks at
 WASTE = 1 / 8  # the most that one of them leaves empty
@@ -28,8 +29,40 @@ class BatchSizes:
         return (places - self.global_batch) / self.global_batch
 
 
+def settle(recipe: Recipe, data_ranks: int) -> Recipe:
+    """The recipe of a first start on `data_ranks`: `scale_with_ranks` applied, as plain numbers."""
+    return recipe.model_copy(update={"training": _scaled(recipe.training, data_ranks)})
+
+
+def settle_as(recipe: Recipe, first: Training) -> Recipe:
+    """Like `settle`, with the numbers that a run, or its rank 0, already has: those of its first
+    start, which another number of ranks does not change."""
+    training = recipe.training
+    if training.scale_with_ranks == "none" or first.scale_with_ranks != "none":
+        return recipe
+    found = _scaled(training, 1).model_copy(update={"global_batch_size": first.global_batch_size})
+    if training.scale_with_ranks == "batch_and_lr":
+        found = found.model_copy(update={"lr": first.lr})
+    return recipe.model_copy(update={"training": found})
+
+
+def _scaled(training: Training, data_ranks: int) -> Training:
+    if training.scale_with_ranks == "none":
+        return training
+    found: dict[str, Any] = {
+        "scale_with_ranks": "none",
+        "global_batch_size": training.global_batch_size * data_ranks,
+    }
+    if training.scale_with_ranks == "batch_and_lr":
+        found["lr"] = training.lr * data_ranks
+    if isinstance(training.per_device_batch_size, int):
+        found["gradient_accumulation_steps"] = "auto"  # other ranks need other steps for this batch
+    return training.model_copy(update=found)
+
+
 def solve(training: Training, data_ranks: int) -> BatchSizes:
-    """Fill in `auto`. The global batch is the recipe's and never changes."""
+    """Fill in `auto`. The global batch is the recipe's and never changes after the first start."""
+    training = _scaled(training, data_ranks)
     total = training.global_batch_size
     per_device, accumulation = training.per_device_batch_size, training.gradient_accumulation_steps
     size = per_device if isinstance(per_device, int) else None
@@ -50,7 +83,8 @@ def solve(training: Training, data_ranks: int) -> BatchSizes:
         raise RecipeError(
             f"training.global_batch_size: {total} is not per_device_batch_size {size} × "
             f"gradient_accumulation_steps {steps} × {data_ranks} ranks (= {size * slots}); "
-            f"set training.per_device_batch_size={needed}, or leave one of the two auto; "
+            f"set training.per_device_batch_size={needed}, or leave one of the two auto, or leave "
+            "training.global_batch_size out (~training.global_batch_size); "
             f"nearest exact: {_exact(total, data_ranks, size, steps)}"
         )
     return BatchSizes(total, needed, solved, data_ranks)

@@ -2,12 +2,13 @@
 
 The recipe is the maths. Nothing in it depends on the machine: `training.global_batch_size` clips go
 into each of `training.steps` optimizer steps whether one process or sixty-four share the work. What
-does depend on the machine (`distributed`, workers, `auto`) only decides where the work runs.
+does depend on the machine (`distributed`, workers, `auto`) only decides where the work runs. One key
+is an exception, for those who ask for it: `training.scale_with_ranks`, resolved once, when a run starts.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import Field, model_validator
 
@@ -64,17 +65,29 @@ class Model(Section):
     )
 
 
+def _count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 class Training(Section):
     steps: Positive | None = free(None, description="Optimizer steps. Give this or `epochs`.")
     epochs: Positive | None = free(None, description="Passes over the data. Give this or `steps`.")
     global_batch_size: Positive = fixed(
-        32, description="Clips or sequences per optimizer step, whatever the world size."
+        32,
+        description="Clips or sequences per optimizer step, whatever the world size. If left out while "
+        "the next two keys are numbers: their product × the data ranks of the first start.",
     )
     per_device_batch_size: Positive | Auto = free(
         "auto", description="Largest micro-batch per device, in samples."
     )
     gradient_accumulation_steps: Positive | Auto = free(
         "auto", description="Micro-batches per device and optimizer step; `auto` computes it."
+    )
+    scale_with_ranks: Literal["none", "batch", "batch_and_lr"] = free(
+        "none",
+        description="Changes the maths with the number of GPUs: `batch` multiplies `global_batch_size` by "
+        "the data ranks of the first start, `batch_and_lr` also `lr`. The run's recipe.yaml records the "
+        "products and `none`, so a resumed run keeps them on any number of ranks.",
     )
     lr: Annotated[float, Field(gt=0)] = free(
         1e-3, description="Peak learning rate, before `lr_scaling`."
@@ -129,6 +142,45 @@ class Training(Section):
         3,
         description="The run ends at this many steps in a row with a non-finite loss or gradient.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _two_numbers_define_the_third(cls, given: Any) -> Any:
+        """Without a global batch, the other two numbers are one rank's part of it."""
+        if not isinstance(given, dict) or "global_batch_size" in given:
+            return given
+        each, steps = (
+            given.get(k) for k in ("per_device_batch_size", "gradient_accumulation_steps")
+        )
+        scales = "scale_with_ranks" in given
+        if not _count(each) or not (_count(steps) or (scales and steps in (None, "auto"))):
+            return given
+        if given.get("scale_with_ranks") == "none":
+            raise ValueError(
+                "scale_with_ranks is none and global_batch_size is not given; give it, or leave "
+                "scale_with_ranks out: per_device_batch_size × gradient_accumulation_steps × ranks is it "
+                "then"
+            )
+        part = each * (steps if _count(steps) else 1)
+        return {"scale_with_ranks": "batch", **given, "global_batch_size": part}
+
+    @model_validator(mode="after")
+    def _scaled_once(self) -> Training:
+        if self.scale_with_ranks == "none":
+            return self
+        each, steps = self.per_device_batch_size, self.gradient_accumulation_steps
+        if _count(each) and _count(steps) and each * steps != self.global_batch_size:
+            raise ValueError(
+                f"scale_with_ranks multiplies the batch of one rank, and global_batch_size "
+                f"{self.global_batch_size} is not per_device_batch_size {each} × "
+                f"gradient_accumulation_steps {steps} (= {each * steps}); leave global_batch_size out"
+            )
+        if self.scale_with_ranks == "batch_and_lr" and self.lr_scaling != "none":
+            raise ValueError(
+                f"scale_with_ranks=batch_and_lr and lr_scaling={self.lr_scaling} would both scale lr; use "
+                "scale_with_ranks=batch, with which lr_scaling follows the batch, or lr_scaling=none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_length(self) -> Training:

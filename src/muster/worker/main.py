@@ -31,6 +31,7 @@ from muster.observe import heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.parallel import mesh as meshes
 from muster.parallel.mesh import Mesh
+from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
 from muster.train import memory
@@ -49,7 +50,7 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
     Rank 0 gets the results, the others an empty dictionary.
     """
     task = open_task(recipe)
-    mesh, run = connect_ranks(recipe, rank_info, run)
+    mesh, run, recipe = connect_ranks(recipe, rank_info, run)
     heartbeat.start(run.path, rank_info.rank, recipe.distributed.stall_limit_s)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
@@ -73,18 +74,21 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
 
 def connect_ranks(
     recipe: Recipe, rank_info: RankInfo, run: runs.Run | None
-) -> tuple[Mesh, runs.Run]:
-    """Join the process group, data-parallel for now, and open rank 0's run directory."""
+) -> tuple[Mesh, runs.Run, Recipe]:
+    """Join the process group, data-parallel for now, and open rank 0's run directory. The recipe comes
+    back with the global batch of rank 0, which alone knows the run's first start."""
     options = recipe.distributed
     if run is not None and rank_info.rank == 0:
         heartbeat.clear(run.path)
     mesh = join(rank_info, options.backend, options.timeout_s)
-    path: list[Any] = [str(run.path.resolve()) if run else None]
+    told: list[Any] = [str(run.path.resolve()) if run else None, recipe.training]
     if mesh.world > 1:
-        dist.broadcast_object_list(path)
-    _check_shared(Path(path[0]), mesh)
+        dist.broadcast_object_list(told)
+    path, first = Path(told[0]), told[1]
+    recipe = settle_as(recipe, first)
+    _check_shared(path, mesh)
     _check_same_recipe(recipe, mesh)
-    return mesh, runs.Run(Path(path[0]))
+    return mesh, runs.Run(path), recipe
 
 
 def _check_shared(folder: Path, mesh: Mesh) -> None:

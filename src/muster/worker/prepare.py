@@ -23,11 +23,11 @@ from muster.observe.results import write_json
 from muster.parallel.apply import apply
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
-from muster.parallel.layout import Layout
+from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import microbatches
 from muster.plan.strategy import decide, parameter_count
-from muster.recipe.batch import BatchSizes
+from muster.recipe.batch import BatchSizes, settle
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
     """Build everything and load the newest checkpoint."""
+    recipe = settle(recipe, layout_for(recipe.distributed, mesh.world).data_ranks)
     precision = resolve_precision(recipe.training.precision, mesh.device)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
