@@ -67,7 +67,7 @@ def train_here(
         source = str(existing.path / "recipe.yaml") if existing else recipe
         loaded = load(source, cluster.own_arguments(overrides))
         before(loaded)
-        check_before_launch(loaded, rank_info.world)
+        check_before_launch(loaded, rank_info.world, rank_info.local_world)
         if rank_info.rank > 0:
             return run_process(loaded, rank_info, None, train_rank=train_rank)
         run, claim = _own_run(loaded, rank_info, existing, run_name)

@@ -32,6 +32,7 @@ class Mesh:
     background: Any
     axes: DeviceMesh | None = None
     limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
+    local_world: int = 1  # ranks on this machine
 
     @property
     def world(self) -> int:
@@ -121,8 +122,10 @@ def join(
     backend: Backend,
     timeout_s: float,
     store: Any = None,
+    local_world: int = 0,
 ) -> Mesh:
-    """init_process_group; fails if a rank does not join within `timeout_s`."""
+    """init_process_group; fails if a rank does not join within `timeout_s`. By default all ranks are on
+    this machine."""
     device = bind_device(local_rank)
     limit = datetime.timedelta(seconds=timeout_s)
     if store is None and layout.world == 1:
@@ -132,7 +135,8 @@ def join(
     )
     background = dist.new_group(backend="gloo", timeout=limit)
     axes = _axes(layout, device, limit)
-    return Mesh(rank, local_rank, layout, device, background, axes, limit)
+    here = local_world or layout.world
+    return Mesh(rank, local_rank, layout, device, background, axes, limit, here)
 
 
 @cache
