@@ -50,7 +50,7 @@ from muster.train.checkpoint import Checkpoints
 from muster.train.evaluate import SingleProcess
 from muster.train.job import Job
 from muster.train.optimizer import learning_rate, peak_lr
-from muster.train.precision import resolve_precision
+from muster.train.precision import shared_precision
 from muster.worker.main import connect_ranks
 from muster.worker.prepare import open_source, open_task
 from muster.worker.results import final_scores, write_plan, write_results
@@ -269,7 +269,7 @@ def _job(
     """The job for muster's evaluation and results, with a model that has no weights yet."""
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
-    precision = resolve_precision(recipe.training.precision, mesh.device)
+    precision = shared_precision(recipe.training.precision, mesh)
     write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {})
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())

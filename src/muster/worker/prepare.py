@@ -36,7 +36,7 @@ from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint
 from muster.train.compatibility import refuse_other_data, refuse_other_recipe
 from muster.train.job import Job
 from muster.train.optimizer import make_optimizer
-from muster.train.precision import LossScale, resolve_precision
+from muster.train.precision import LossScale, shared_precision
 from muster.worker.results import write_plan
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
     """Build everything and load the newest checkpoint."""
-    precision = resolve_precision(recipe.training.precision, mesh.device)
+    precision = shared_precision(recipe.training.precision, mesh)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
     decision = decide(recipe, task, source, mesh, precision)
