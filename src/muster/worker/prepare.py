@@ -117,7 +117,8 @@ def open_data(
 
 def _data_workers(mesh: Mesh) -> int:
     """On the cores that this rank is pinned to, which it shares with no other."""
-    return data_workers(cpus.find(Path("/")).usable, gpus=int(mesh.device.type == "cuda"))
+    cpu, gpu = cpus.find(Path("/")), mesh.device.type == "cuda"
+    return data_workers(len(cpu.allowed), cpu.quota, mesh.local_world, gpu)
 
 
 def build_engine(
