@@ -30,7 +30,7 @@ from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 
 EXAMPLE = "spoken-numbers"  # the embedded corpus that a system's data/ is filled with
-CPU_RANKS = 4  # at most, where --gpus is not given
+CPU_RANKS = 4  # at most, where neither --gpus nor distributed.devices is given
 RESULTS = "training_results.json"
 
 
