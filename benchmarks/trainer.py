@@ -138,6 +138,7 @@ def time_trainer(recipe: Any, clock: Clock, folder: Path) -> float:
             steps,
             "bf16",
             folder / "trainer",
+            device,
             dataloader_num_workers=4,
             logging_first_step=True,
             logging_steps=10,

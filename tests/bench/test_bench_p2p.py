@@ -106,7 +106,7 @@ def test_a_block_that_arrives_wrong_is_told_and_ends_with_code_1(ranks, tmp_path
 
 
 def judged(people, speeds, **changes):
-    usual = {"copy": 8.0, "gpu": False, "network": 12.5, "rates": {}} | changes
+    usual = {"copy": 8.0, "gpu": False, "network": 12.5, "rates": {}, "routes": {}} | changes
     ranks = range(len(people.registered))
     rows = [
         {"from": a, "to": b, "gb_per_s": speeds.get((a, b), 5.0)}

@@ -211,6 +211,7 @@ def box(pairs: dict[tuple[int, int], float], **changes) -> dict[int, dict]:
     """Accounts of ranks that measured these speeds."""
     world = 1 + max(max(pair) for pair in pairs)
     usual = {"all_reduce": 2.0, "copy": 8.0, "gpu": False, "network": 12.5, "rates": {}}
+    usual["routes"] = {}
     return {
         r: usual
         | {"pairs": {str(sum(p) - r): speed for p, speed in pairs.items() if r in p}}
@@ -238,13 +239,13 @@ def test_a_slow_pair_is_named():
 def test_gpus_are_held_to_their_links():
     pcie = Pcie(1, 16, 5, 16)  # asleep: generation 1 of 5
     gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 94.0, f"u{i}", nvlinks=12, pcie=pcie) for i in range(4))
-    found = Inventory(gpus, 64, 512.0, "a", ((0, 1), (2, 3)))
-    assert links.gpu_rates(found, 0) == {
-        1: 300.0,
-        2: pytest.approx(63, 0.01),
-        3: pytest.approx(63, 0.01),
-    }
-    rates = {str(i): rate for i, rate in links.gpu_rates(found, 0).items()}
+    paths = ((0, 1, "PIX"), (0, 2, "PXB"), (0, 3, "SYS"))
+    found = Inventory(gpus, 64, 512.0, "a", ((0, 1), (2, 3)), paths=paths)
+    routes = links.gpu_routes(found, 0, {})
+    assert routes == {1: links.NVLINK, 2: links.PCIE, 3: links.HOST}
+    found_rates = links.gpu_rates(found, 0, routes, copy=10.0)
+    assert found_rates == {1: 300.0, 2: pytest.approx(63, 0.01), 3: 10.0}
+    rates = {str(i): rate for i, rate in found_rates.items()}
     said = box({(0, 1): 40.0}, gpu=True, rates=rates, all_reduce=200.0)
     warn = only(links.judge(said, rank_names(*"aa")), "warn")
     assert "40 GB/s where the hardware has 300" in warn.words
@@ -254,6 +255,42 @@ def test_gpus_are_held_to_their_links():
         ),
         "ok",
     )
+
+
+@pytest.mark.parametrize(
+    ("env", "routes"),
+    [
+        ({"NCCL_P2P_LEVEL": "NVL"}, [links.NVLINK, links.HOST, links.HOST]),
+        ({"NCCL_P2P_LEVEL": "PHB"}, [links.NVLINK, links.PCIE, links.HOST]),
+        ({"NCCL_P2P_LEVEL": "sys"}, [links.NVLINK, links.PCIE, links.PCIE]),
+        ({"NCCL_P2P_LEVEL": "3"}, [links.NVLINK, links.PCIE, links.HOST]),
+        ({"NCCL_P2P_LEVEL": "SYS", "NCCL_P2P_DISABLE": "1"}, [links.NVLINK] + [links.HOST] * 2),
+    ],
+)
+def test_pairs_that_nccl_keeps_apart_go_through_host_memory(env, routes):
+    gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 94.0, f"u{i}") for i in range(4))
+    paths = ((0, 2, "NODE"), (0, 3, "SYS"))
+    found = Inventory(gpus, 64, 512.0, "a", ((0, 1), (2, 3)), paths=paths)
+    assert list(links.gpu_routes(found, 0, env).values()) == routes
+
+
+def test_the_guides_machine_is_not_slow():
+    """Four H100 NVL in two bridged pairs: by NCCL_P2P_LEVEL=NVL four of six pairs go through host memory."""
+    pcie = Pcie(5, 16, 5, 16)
+    gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 94.0, f"u{i}", nvlinks=12, pcie=pcie) for i in range(4))
+    paths = tuple((a, b, "NODE") for b in range(4) for a in range(b))
+    found = Inventory(gpus, 64, 512.0, "a", ((0, 1), (2, 3)), paths=paths)
+    speeds = {(a, b): 220.0 if (a, b) in found.links else 9.0 for b in range(4) for a in range(b)}
+    said = box(speeds, gpu=True, all_reduce=8.0)
+    for rank, report in said.items():
+        routes = links.gpu_routes(found, rank, {"NCCL_P2P_LEVEL": "NVL"})
+        rates = links.gpu_rates(found, rank, routes, copy=12.0)
+        report["rates"] = {str(i): rate for i, rate in rates.items()}
+        report["routes"] = {str(i): route for i, route in routes.items()}
+    only(links.judge(said, rank_names(*"aaaa")), "ok")
+    said[1]["pairs"]["3"] = said[3]["pairs"]["1"] = 2.0  # of at least 4, a third of copying
+    warn = only(links.judge(said, rank_names(*"aaaa")), "warn")
+    assert (warn.ranks, list(warn.figures)) == ((1, 3), ["1-3_gb_s"])
 
 
 def network_report(**changes) -> dict:

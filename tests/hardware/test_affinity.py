@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -71,6 +72,28 @@ def test_a_rank_on_a_later_gpu_gets_cores_near_it():
         14,
         15,
     }
+
+
+@pytest.mark.parametrize(
+    ("allowed", "ranks", "sharing"),
+    [
+        (range(4), 4, 1),  # srun or mpirun bound each rank to four CPUs of sixteen
+        (range(8), 4, 2),  # mpirun --bind-to package: two ranks on each of two
+        (range(16), 4, 4),  # bound to nothing
+        (range(1), 4, 1),
+        (range(16), 1, 1),
+    ],
+)
+def test_a_bound_rank_shares_its_cpus_with_those_bound_alike(allowed, ranks, sharing):
+    cpus = processor(allowed)
+    assert cpus.ranks_sharing(ranks) == sharing
+    assert cpus.bound == (len(cpus.allowed) < 16)
+
+
+def test_ranks_of_a_job_with_few_cpus_of_a_machine_are_not_bound():
+    """The job's cgroup has four CPUs of sixteen, and all four ranks may use them."""
+    cpus = replace(processor(range(4)), cpuset=(0, 1, 2, 3))
+    assert (cpus.bound, cpus.ranks_sharing(4)) == (False, 4)
 
 
 def test_a_choice_made_outside_holds():

@@ -115,6 +115,20 @@ def test_nccl_is_left_alone_where_it_is_not_used(found, ranks, expected):
     assert len(left_out(found, ranks, env={})) == 1
 
 
+def test_a_bound_rank_keeps_the_threads_of_its_own_cores():
+    """srun or mpirun gave this rank 16 cores of 64, and the three others theirs."""
+    found = replace(machine(), cpus=16)
+    assert wanted(found, sharing=1)["OMP_NUM_THREADS"] == "16"
+    assert wanted(found)["OMP_NUM_THREADS"] == "4", "16 for all four"
+
+
+def test_an_open_strategy_leaves_the_queues_of_cuda_alone_and_says_why():
+    """CUDA reads the variable before the planner has chosen."""
+    reason = left_out(machine(), 4, "auto", env={})["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert "CUDA reads it before strategy auto is resolved" in reason
+    assert "auto" not in left_out(machine(), 4, "fsdp", env={})["CUDA_DEVICE_MAX_CONNECTIONS"]
+
+
 def test_threads_are_at_least_one():
     assert wanted(replace(machine(gpus=0, links="none"), cpus=2), 8)["OMP_NUM_THREADS"] == "1"
 
@@ -217,11 +231,17 @@ def test_a_variable_the_nccl_at_hand_does_not_know_is_left_out(
         assert f"from 2.17.0 on, and this is {version}" in reasons["NCCL_NVLS_ENABLE"]
 
 
-def test_decoding_threads_share_the_cores():
-    assert data_workers(cores=64, gpus=4) == 8
-    assert data_workers(cores=16, gpus=4) == 3
-    assert data_workers(cores=4, gpus=1) == 3
-    assert data_workers(cores=64, gpus=0) == 1
+def test_decoding_threads_leave_a_core_to_their_rank():
+    assert data_workers(16, None, ranks=4, gpu=True) == 8
+    assert data_workers(4, None, ranks=4, gpu=True) == 3
+    assert data_workers(1, None, ranks=4, gpu=True) == 1
+    assert data_workers(16, None, ranks=4, gpu=False) == 1
+
+
+def test_ranks_share_the_quota_of_their_container():
+    assert data_workers(16, 15.5, ranks=4, gpu=True) == 3
+    assert data_workers(16, 2.0, ranks=4, gpu=True) == 1
+    assert data_workers(16, 200.0, ranks=4, gpu=True) == 8
 
 
 @pytest.mark.gpu

@@ -34,6 +34,13 @@ def test_the_table_says_who_set_what_and_why_and_what_is_left_out(four_gpus, cap
     assert "all-gathers" in line(text, "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
+def test_without_a_strategy_it_shows_what_an_open_recipe_gets(four_gpus, capsys):
+    show_environment()
+    shown = line(capsys.readouterr().out, "CUDA_DEVICE_MAX_CONNECTIONS")
+    assert "left out" in shown
+    assert "strategy ddp, by name, sets 1" in shown
+
+
 def test_what_a_mask_hides_is_said(four_gpus, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     show_environment()

@@ -1,9 +1,14 @@
 """Which rank this process is, by the variables its launcher set."""
 
+import os
+from unittest.mock import patch
+
 import pytest
 
 from muster.errors import LaunchError
+from muster.hardware.inventory import Cpus, Inventory
 from muster.launch.cluster import PORT, Node, RankInfo, detect, hostnames, node
+from muster.launch.process import set_up_process
 
 TORCHRUN = {
     "RANK": "5",
@@ -201,3 +206,22 @@ def test_a_rank_beyond_the_world_is_refused(rank, world, size):
 def test_a_world_of_nobody_is_refused():
     with pytest.raises(LaunchError, match="RANK=0 does not exist with WORLD_SIZE=0"):
         detect(TORCHRUN | {"RANK": "0", "WORLD_SIZE": "0"})
+
+
+@pytest.mark.parametrize(
+    ("launcher", "allowed", "threads"),
+    [("srun", 16, 16), ("mpirun", 32, 16), ("mpirun", 64, 16), ("torchrun", 16, 4)],
+    ids=["bound to its own", "bound to a package", "not bound", "under taskset"],
+)
+def test_a_bound_rank_computes_on_all_of_its_own_cores(monkeypatch, launcher, allowed, threads):
+    """Four ranks on a machine of 64 cores."""
+    cpu, used = Cpus(tuple(range(allowed)), tuple(range(64))), []
+    found = Inventory((), allowed, 512.0, "host", cpu=cpu)
+    monkeypatch.setattr("muster.launch.process.inventory.detect", lambda: found)
+    monkeypatch.setattr("muster.launch.process.affinity.pin", lambda cores: True)
+    monkeypatch.setattr("torch.set_num_threads", used.append)
+    with patch.dict(os.environ):
+        os.environ.pop("OMP_NUM_THREADS", None)
+        set_up_process(RankInfo(0, 4, 0, 4, launcher=launcher), "ddp")
+        assert os.environ["OMP_NUM_THREADS"] == str(threads)
+    assert used == [threads]

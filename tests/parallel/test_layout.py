@@ -66,6 +66,26 @@ def test_a_strategy_is_a_preset_of_sizes(options, world, layout, name):
 
 
 @pytest.mark.parametrize(
+    ("world", "local_world", "layout"),
+    [
+        (32, 8, Layout(replicate=4, shard=8)),
+        (8, 4, Layout(replicate=2, shard=4)),
+        (8, 8, Layout(replicate=2, shard=4)),  # one machine: one copy would be fsdp
+        (4, 1, Layout(replicate=2, shard=2)),  # one rank on each: a copy on each would be ddp
+    ],
+)
+def test_hsdp_makes_one_copy_on_each_machine(world, local_world, layout):
+    assert layout_for(Distributed(strategy="hsdp"), world, local_world=local_world) == layout
+
+
+def test_hsdp_on_unequal_machines_names_the_key_to_set():
+    with pytest.raises(RecipeError, match=r"one copy on each machine.*set distributed\.replicate"):
+        layout_for(Distributed(strategy="hsdp"), 6, local_world=4)
+    options = Distributed(strategy="hsdp", replicate=2)
+    assert layout_for(options, 6, local_world=4) == Layout(replicate=2, shard=3)
+
+
+@pytest.mark.parametrize(
     ("options", "world", "words"),
     [
         (

@@ -37,6 +37,24 @@ def test_the_commands_of_the_guide_train(tmp_path, command, ranks, batch):
     assert (tmp_path / "latest" / "checkpoints" / "step-3" / "manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "ranks"),
+    [(0, [], 4), (0, ["distributed.devices=6"], 6), (8, [], 8)],
+    ids=["CPU cores", "as asked", "GPUs"],
+)
+def test_spawned_ranks_are_the_gpus_or_a_few_on_cpus(monkeypatch, gpus, overrides, ranks):
+    """On 64 cores a rank per core would be 64 processes."""
+    from muster.entrypoints import script
+    from muster.hardware.inventory import Gpu, Inventory
+
+    cards = tuple(Gpu(i, "GPU", 80.0, f"GPU-{i}") for i in range(gpus))
+    started = []
+    monkeypatch.setattr(script.inventory, "detect", lambda: Inventory(cards, 64, 512.0, "host"))
+    monkeypatch.setattr(script, "spawn", lambda function, arguments, count: started.append(count))
+    script.train_spawned(str(SYSTEM / "configs" / "multi_gpu.yaml"), overrides)
+    assert started == [ranks]
+
+
 def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     from muster.recipe.batch import settle, solve
     from muster.recipe.load import load

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from muster.entrypoints import script as scripts
 from muster.errors import RecipeError
@@ -154,6 +155,43 @@ def test_what_the_trainer_cannot_do_is_refused_by_its_key(override, key):
     with pytest.raises(RecipeError, match=f"^{key}: Hugging Face's Trainer"):
         _sizes(load(RECIPE, [override]), 2)
     assert _sizes(load(RECIPE), 2).accumulation == 4
+
+
+@pytest.fixture
+def several_gpus(monkeypatch):
+    """What transformers and accelerate ask torch about GPUs, for a machine with eight."""
+    for name, answer in {
+        "is_available": True,
+        "device_count": 8,
+        "get_device_name": "NVIDIA H100",
+        "set_device": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+
+
+def trainer_arguments(folder: Path, device: str):
+    from muster.entrypoints import hf_trainer
+
+    training = load(RECIPE, ["training.per_device_batch_size=16"]).training
+    sizes = solve(training, 1)
+    return hf_trainer.trainer_arguments(training, sizes, 1, "fp32", folder, torch.device(device))
+
+
+def test_the_trainer_in_one_process_uses_one_gpu_of_several(tmp_path, several_gpus):
+    """It would wrap the model in nn.DataParallel, with eight times the batch."""
+    found = trainer_arguments(tmp_path, "cuda:0")
+    assert (found.n_gpu, found.train_batch_size, found.device) == (1, 16, torch.device("cuda:0"))
+
+
+def test_the_trainer_uses_the_gpu_its_rank_is_bound_to(tmp_path, several_gpus, monkeypatch):
+    """Local rank 3, but GPU 1: two ranks share a GPU, or a mask leaves each rank its own."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        found = trainer_arguments(tmp_path, "cuda:1")
+    finally:
+        dist.destroy_process_group()
+    assert (found.device, found.local_process_index) == (torch.device("cuda:1"), 1)
 
 
 @pytest.fixture

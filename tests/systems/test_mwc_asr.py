@@ -11,13 +11,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from muster.entrypoints import start_training as start
 from muster.hardware.environment import variables
-from muster.hardware.inventory import Gpu, Inventory
+from muster.hardware.inventory import Cpus, Gpu, Inventory
 from muster.observe.results import read_lines
+from muster.parallel.layout import Layout
+from muster.parallel.mesh import Mesh
 from muster.recipe.batch import solve
 from muster.recipe.load import load
+from muster.worker import prepare
 from processes import run
 
 SYSTEM = Path(__file__).parents[2] / "systems" / "mwc-asr"
@@ -270,14 +274,15 @@ def test_the_guides_two_numbers_make_the_batch_of_the_machine(tmp_path):
 def test_the_banner_of_the_guides_machine(tmp_path, monkeypatch):
     """Four H100 NVL in two bridged pairs; no such machine is at hand, so it is written down."""
     gpus = tuple(Gpu(i, "NVIDIA H100 NVL", 93.6, f"GPU-{i}") for i in range(4))
-    found = Inventory(gpus, 64, 512.0, "host", ((0, 1), (2, 3)), False, ("eth0",))
+    cpu = Cpus(tuple(range(64)), tuple(range(64)), quota=16.0)
+    found = Inventory(gpus, 16, 512.0, "host", ((0, 1), (2, 3)), False, ("eth0",), cpu=cpu)
     data = "data.train=embedded:spoken-numbers"
     recipe = load(str(CONFIGS / "whisper_small.yaml"), [data])
     settings = variables(found, 4, "ddp", {"NCCL_DEBUG": "WARN"})
     text = start.banner(recipe, found, 4, settings)
     assert "Mode: DISTRIBUTED (4 GPUs)" in text
     assert "NVLink: GPU 0↔1, 2↔3" in text
-    assert "Workers per GPU: 8\nCPU cores: 64" in text
+    assert "Workers per GPU: 3\nCPU cores: 16" in text
     assert "  GPU 3: NVIDIA H100 NVL (94 GiB)\n" in text
     assert "4 per device × 4 accumulation × 4 device(s) = 64" in text
     assert "  NCCL_P2P_LEVEL=NVL   " in text
@@ -285,4 +290,13 @@ def test_the_banner_of_the_guides_machine(tmp_path, monkeypatch):
     assert "  NCCL_NVLS_ENABLE not set   needs NVSwitch" in text
     alone = start.banner(recipe, found, 1, variables(found, 1, "ddp", {}))
     assert "Mode: one GPU" in alone
+    assert "Workers per GPU: 8\n" in alone, "one rank has the cores of four"
     assert "GPU 1: NVIDIA H100 NVL (94 GiB)  idle; --distributed uses it" in alone
+
+
+def test_a_rank_decodes_on_as_many_threads_as_the_banner_says(monkeypatch):
+    """A rank of the same machine, pinned to its share of the cores."""
+    pinned = Cpus(tuple(range(16)), tuple(range(64)), quota=16.0)
+    monkeypatch.setattr("muster.worker.prepare.cpus.find", lambda root: pinned)
+    mesh = Mesh(0, 0, Layout(replicate=4), torch.device("cuda", 0), None, local_world=4)
+    assert prepare._data_workers(mesh) == 3

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import StagingOptions
 
 from muster.errors import CheckpointError
 from muster.observe.results import complete_steps, read_lines, step_folders
-from muster.train.checkpoint import open_checkpoint, read_manifest, verify
+from muster.train.checkpoint import Checkpoints, open_checkpoint, read_manifest, verify
 from muster.train.loop import train
 from pool import RankError
 from training import make_job, run_training, weights
@@ -143,6 +148,38 @@ def test_training_on_while_saving_does_not_leak_into_the_checkpoint(ranks, recip
         assert shards
         for name in shards:
             assert ours["files"][name]["sha256"] == theirs["files"][name]["sha256"]
+
+
+def save_on_gpu_1(mesh, folder: str) -> list[tuple[str, str]]:
+    """Save as if this rank were bound to GPU 1; what touched CUDA or the disk, and in which thread."""
+    calls: list[tuple[str, str]] = []
+
+    def note(what: str) -> None:
+        calls.append((what, threading.current_thread().name))
+
+    def save(*arguments, **options):
+        note("save")
+        return saved(*arguments, **options)
+
+    saved, bound = dcp.save, replace(mesh, device=torch.device("cuda", 1))
+    checkpoints = Checkpoints(Path(folder), bound, {}, {}, keep=1, asynchronous=True)
+    engine = SimpleNamespace(state=lambda: {"model": {"weight": torch.ones(3)}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "set_device", lambda device: note(str(device)))
+        patch.setattr("torch.distributed.checkpoint.save", save)
+        patch.setattr("torch.distributed.checkpoint.state_dict_saver.save", save)
+        plain = StagingOptions(False, False, False, False)  # pinning needs a GPU
+        patch.setattr("muster.train.checkpoint.StagingOptions", lambda **_: plain)
+        checkpoints.save(1, engine, {})
+        checkpoints.wait()
+    read_manifest(Path(folder) / "step-1")
+    return calls
+
+
+def test_the_thread_that_writes_is_on_the_device_of_its_rank(ranks, tmp_path):
+    """A thread begins on GPU 0, and whatever touches CUDA in it creates a context there."""
+    found = ranks(1)(save_on_gpu_1, str(tmp_path))[0]
+    assert found == [("cuda:1", "checkpoint"), ("save", "checkpoint")]
 
 
 def test_only_the_newest_are_kept(ranks, recipe, tmp_path):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from muster.recipe.schema import Training
 from muster.train.optimizer import learning_rate, make_optimizer, peak_lr
-from muster.train.precision import LossScale
+from muster.train.precision import LossScale, resolve_precision, shared_precision
 
 
 def training(**changes: object) -> Training:
@@ -71,3 +72,34 @@ def test_scaling_by_a_power_of_two_and_back_changes_no_gradient():
     weight.square().sum().backward()
     assert torch.equal(scaled, weight.grad)
     assert math.isfinite(float(scaled.sum()))
+
+
+GPU = torch.device("cuda", 0)
+
+
+def has_bf16(patch: pytest.MonkeyPatch, really: bool) -> None:
+    """What torch says of an A100, or of a V100 or T4, which emulate it."""
+    patch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or really,
+    )
+
+
+@pytest.mark.parametrize(("really", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_auto_takes_no_bf16_that_is_only_emulated(monkeypatch, really, precision):
+    has_bf16(monkeypatch, really)
+    assert resolve_precision("auto", GPU) == precision
+    assert resolve_precision("bf16", GPU) == "bf16"
+    assert resolve_precision("auto", torch.device("cpu")) == "fp32"
+
+
+def precision_on(mesh, really: list[bool]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        has_bf16(patch, really[mesh.rank])
+        return shared_precision("auto", replace(mesh, device=GPU))
+
+
+def test_ranks_on_different_gpus_compute_in_the_same_precision(ranks):
+    assert ranks(2)(precision_on, [True, False]) == ["fp32", "fp32"]
+    assert ranks(2)(precision_on, [True, True]) == ["bf16", "bf16"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +32,11 @@ COPY_SHARE = 1 / 20
 OF_THE_MEDIAN = 1 / 2  # a pair this far below the median of its kind is slow
 NVLINK_GB_S, BLACKWELL_GB_S = 25.0, 50.0  # one link, one direction
 PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one lane, one direction
+NVLINK, PCIE, HOST = "over NVLink", "over PCIe", "through host memory"
+# NCCL_P2P_LEVEL: up to which distance GPUs copy to each other directly; farther ones go through host
+# memory. Without it, PXB or, on some hosts, more. Its older form is a number.
+DISTANCES = {"LOC": 0, "NVL": 1, "PIX": 2, "PXB": 3, "PHB": 4, "NODE": 4, "SYS": 5}
+LEVELS = ("LOC", "PIX", "PXB", "PHB", "SYS")
 
 
 def measure(context: RankContext) -> RankReport:
@@ -57,13 +63,16 @@ def measure(context: RankContext) -> RankReport:
 def link_report(mesh: Mesh, address: str, found: Inventory, sharing: int) -> RankReport:
     """What this rank's hardware should give, GB/s: `copy` in memory, `network` of the interface
     towards `address` where `sharing` ranks of this host use it at once, `rates` to each GPU of this
-    host."""
-    speed = interface_speed(own_address(address))
+    host, by the `routes` that NCCL takes to them."""
+    speed, copy = interface_speed(own_address(address)), _copy_speed()
+    routes = gpu_routes(found, mesh.local_rank, os.environ)
+    rates = gpu_rates(found, mesh.local_rank, routes, copy)
     return {
-        "copy": _copy_speed(),
+        "copy": copy,
         "gpu": mesh.device.type == "cuda",
         "network": speed and speed / sharing,
-        "rates": {str(i): rate for i, rate in gpu_rates(found, mesh.local_rank).items()},
+        "rates": {str(i): rate for i, rate in rates.items()},
+        "routes": {str(i): route for i, route in routes.items()},
     }
 
 
@@ -107,22 +116,40 @@ def interface_speed(address: str) -> float | None:
     return None
 
 
-def gpu_rates(found: Inventory, index: int) -> dict[int, float]:
-    """What GPU `index` should reach to each other GPU of this host, by its index, one way."""
+def gpu_routes(found: Inventory, index: int, env: Mapping[str, str]) -> dict[int, str]:
+    """How NCCL sends from GPU `index` to each other GPU of this host, by its index. One whose distance is
+    unknown counts as far."""
+    level = env.get("NCCL_P2P_LEVEL", "PXB").strip().upper()
+    if level.isdecimal():
+        level = LEVELS[min(int(level), len(LEVELS) - 1)]
+    reach = 0 if env.get("NCCL_P2P_DISABLE") == "1" else DISTANCES.get(level, DISTANCES["PXB"])
+    paths, routes = {frozenset(path[:2]): path[2] for path in found.paths}, {}
+    for other in range(len(found.gpus)):
+        if (min(index, other), max(index, other)) in found.links:
+            routes[other] = NVLINK  # held to it even where the user forbids it
+        elif other != index:
+            distance = DISTANCES.get(paths.get(frozenset((index, other)), "SYS"), DISTANCES["SYS"])
+            routes[other] = PCIE if distance <= reach else HOST
+    return routes
+
+
+def gpu_rates(
+    found: Inventory, index: int, routes: Mapping[int, str], copy: float
+) -> dict[int, float]:
+    """What GPU `index` should reach to each other GPU of this host, by its index, one way. Through host
+    memory it is no less than one thread's `copy`."""
     if index >= len(found.gpus):
         return {}
     mine, rates = found.gpus[index], {}
-    for other in found.gpus:
-        if other.index == index:
-            continue
-        pcie = [gpu.pcie for gpu in (mine, other)]
-        if (min(index, other.index), max(index, other.index)) in found.links:
+    for other, route in routes.items():
+        pcie = [gpu.pcie for gpu in (mine, found.gpus[other])]
+        if route == NVLINK:
             one = BLACKWELL_GB_S if any(f"B{n}00" in mine.name for n in (1, 2, 3)) else NVLINK_GB_S
             peers = 1 if found.nvswitch else sum(index in pair for pair in found.links)
-            rates[other.index] = one * max(1, mine.nvlinks // peers)  # split over the peers
+            rates[other] = one * max(1, mine.nvlinks // peers)  # split over the peers
         elif all(pcie):
             speeds = [PCIE_GB_S.get(p.best_generation, 0.0) * p.width for p in pcie if p]
-            rates[other.index] = min(speeds)
+            rates[other] = min(speeds if route == PCIE else [*speeds, copy])
     return rates
 
 
@@ -158,20 +185,30 @@ def slow_pairs(
 ) -> dict[tuple[int, int], str]:
     """Pairs well below their hardware's rate, or below the median of their kind; and why they count as
     slow. `reports` are those of `link_report`."""
-    medians, found = _medians(speeds, rank_names), {}
+    medians, found = _medians(speeds, reports, rank_names), {}
     for pair, speed in speeds.items():
-        rate, usual = _rate(pair, reports, rank_names), medians.get(_near(pair, rank_names), 0.0)
+        kind = _kind(pair, reports, rank_names)
+        rate, usual = _rate(pair, reports, rank_names), medians.get(kind, 0.0)
         floor = _floor(pair, reports, rank_names) or 0.0
         if speed < floor:
             found[pair] = f"the hardware has {rate:.3g} GB/s and should give {floor:.3g}"
         elif speed < usual * OF_THE_MEDIAN:
-            kind = "within a host" if _near(pair, rank_names) else "between hosts"
             found[pair] = f"the median {kind} is {usual:.3g} GB/s"
     return found
 
 
 def _near(pair: tuple[int, int], rank_names: RankNames) -> bool:
     return rank_names.host(pair[0]) == rank_names.host(pair[1])
+
+
+def _kind(pair: tuple[int, int], reports: Mapping[int, RankReport], rank_names: RankNames) -> str:
+    """Pairs of one kind should be equally fast."""
+    if not _near(pair, rank_names):
+        return "between hosts"
+    other = str(rank_names.registered[pair[1]]["local_rank"])
+    gpu: bool = reports[pair[0]]["gpu"]
+    route: str = reports[pair[0]]["routes"].get(other, "") if gpu else ""
+    return f"within a host {route}".strip()
 
 
 def _rate(
@@ -195,15 +232,19 @@ def _floor(
     return rate and rate * (COPY_SHARE if by_copying else SHARE)
 
 
-def _medians(speeds: Mapping[tuple[int, int], float], rank_names: RankNames) -> dict[bool, float]:
-    """Of pairs within hosts and of pairs between them; two pairs or fewer have no usual speed, even
-    where both directions of each are given."""
-    kinds: dict[bool, dict[tuple[int, int], float]] = {}
+def _medians(
+    speeds: Mapping[tuple[int, int], float],
+    reports: Mapping[int, RankReport],
+    rank_names: RankNames,
+) -> dict[str, float]:
+    """Of the pairs of each kind; two pairs or fewer have no usual speed, even where both directions of
+    each are given."""
+    kinds: dict[str, dict[tuple[int, int], float]] = {}
     for pair, speed in speeds.items():
-        kinds.setdefault(_near(pair, rank_names), {})[pair] = speed
+        kinds.setdefault(_kind(pair, reports, rank_names), {})[pair] = speed
     return {
-        near: statistics.median(found.values())
-        for near, found in kinds.items()
+        kind: statistics.median(found.values())
+        for kind, found in kinds.items()
         if len({frozenset(pair) for pair in found}) > 2
     }
 

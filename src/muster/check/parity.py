@@ -52,7 +52,7 @@ ROWS = (
     StrategyRow("ddp", _strategy("ddp"), (2, 4)),
     StrategyRow("fsdp", _strategy("fsdp"), (2, 4)),
     StrategyRow("fsdp shard_grad_op", _strategy("fsdp", "fsdp.sharding=shard_grad_op"), (2, 4)),
-    StrategyRow("hsdp", _strategy("hsdp"), (4,), multiple=4),
+    StrategyRow("hsdp", _strategy("hsdp", "replicate=2"), (4,), multiple=4),
     StrategyRow("zero1", _strategy("zero1"), (2, 4)),
     StrategyRow("zero2", _strategy("zero2"), (2, 4)),
     StrategyRow("zero3", _strategy("zero3"), (2, 4)),

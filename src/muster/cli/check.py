@@ -66,7 +66,7 @@ def check(
     if environment or export:
         from muster.cli.environment import show_environment
 
-        return show_environment(gpus, nodes or 1, strategy or "ddp", export, master_addr)
+        return show_environment(gpus, nodes or 1, strategy or "auto", export, master_addr)
     if parity:
         return _parity(recipe or "gpt-micro", gpus, strategy)
     if strategy:

@@ -12,7 +12,7 @@ from muster.cli.common import console
 def show_environment(
     ranks: int | None = None,
     nodes: int = 1,
-    strategy: str = "ddp",
+    strategy: str = "auto",
     export: bool = False,
     master: str | None = None,
 ) -> None:

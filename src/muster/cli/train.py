@@ -121,7 +121,7 @@ def train(
     ranks = rehearse or _ranks(resolved, gpus, found, elsewhere=on != "local")
     if on != "local":
         return _submit(on, resolved, existing, run_name, nodes or 1, ranks, detach)
-    check_before_launch(resolved, ranks * node.nodes)
+    check_before_launch(resolved, ranks * node.nodes, ranks)
     addresses.check(node)
     if node.rank > 0:
         return _join(node, resolved, ranks)
@@ -223,7 +223,8 @@ def _submit(
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
-    solve(recipe.training, layout_for(recipe.distributed, ranks * nodes).data_ranks)
+    layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
+    solve(recipe.training, layout.data_ranks)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
     shown_on = console if on == "slurm" else None

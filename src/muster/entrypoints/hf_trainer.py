@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -49,7 +50,7 @@ from muster.train.checkpoint import Checkpoints
 from muster.train.evaluate import SingleProcess
 from muster.train.job import Job
 from muster.train.optimizer import learning_rate, peak_lr
-from muster.train.precision import resolve_precision
+from muster.train.precision import shared_precision
 from muster.worker.main import connect_ranks
 from muster.worker.prepare import open_source, open_task
 from muster.worker.results import final_scores, write_plan, write_results
@@ -116,9 +117,21 @@ class PlannedTrainer(Trainer):
 
 
 def trainer_arguments(
-    training: Training, sizes: BatchSizes, steps: int, precision: str, folder: Path, **more: Any
+    training: Training,
+    sizes: BatchSizes,
+    steps: int,
+    precision: str,
+    folder: Path,
+    device: torch.device,
+    **more: Any,
 ) -> TrainingArguments:
-    """The recipe as TrainingArguments. The Trainer saves and reports nothing by itself."""
+    """The recipe as TrainingArguments, on `device` alone. The Trainer saves and reports nothing by itself.
+
+    In one process the Trainer would take every GPU that is visible, with nn.DataParallel and as many
+    times the batch. In one of several it takes the GPU whose index is LOCAL_RANK.
+    """
+    if "LOCAL_RANK" in os.environ and device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": steps,
@@ -132,7 +145,7 @@ def trainer_arguments(
         "max_grad_norm": training.max_grad_norm or 0.0,
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
-        "use_cpu": not torch.cuda.is_available(),
+        "use_cpu": device.type == "cpu",
         "torch_compile": training.compile,
         "gradient_checkpointing": training.activation_checkpointing != "none",
         "ddp_find_unused_parameters": False,
@@ -141,7 +154,9 @@ def trainer_arguments(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return TrainingArguments(**(options | more))
+    arguments = TrainingArguments(**(options | more))
+    arguments._n_gpu = min(1, arguments.n_gpu)  # as the Trainer itself does for a split model
+    return arguments
 
 
 class MetricsCallback(TrainerCallback):
@@ -254,7 +269,7 @@ def _job(
     """The job for muster's evaluation and results, with a model that has no weights yet."""
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
-    precision = resolve_precision(recipe.training.precision, mesh.device)
+    precision = shared_precision(recipe.training.precision, mesh)
     write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {})
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
@@ -294,6 +309,7 @@ def _trainer(job: Job, source: PackedSource, sizes: BatchSizes, folder: Path) ->
             job.steps,
             job.precision,
             folder,
+            job.mesh.device,
             logging_steps=1,
             logging_nan_inf_filter=False,
             seed=job.recipe.seed,

@@ -101,14 +101,16 @@ def _settled(recipe: Recipe, ranks: int, existing: Run | None) -> tuple[Recipe, 
     )
 
 
-def check_before_launch(recipe: Recipe, ranks: int) -> None:
-    """Refuse what is known to fail, before a run directory exists."""
+def check_before_launch(recipe: Recipe, ranks: int, local_ranks: int) -> None:
+    """Refuse what is known to fail on `ranks` ranks, `local_ranks` on each machine, before a run directory
+    exists."""
     from muster.data import corpus
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
     data = recipe.data
-    solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
+    layout = layout_for(recipe.distributed, ranks, local_world=local_ranks)
+    solve(recipe.training, layout.data_ranks)
     corpus.check(recipe.task, data.train, data.validation, data.test)
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from muster import runs
 from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
-from muster.entrypoints.start_training import provide
+from muster.entrypoints.start_training import CPU_RANKS, provide
 from muster.errors import LaunchError, MusterError
 from muster.hardware import inventory
 from muster.launch import cluster
@@ -68,7 +68,7 @@ def train_here(
         source = str(existing.path / "recipe.yaml") if existing else recipe
         loaded = load(source, cluster.own_arguments(overrides))
         before(loaded)
-        check_before_launch(loaded, rank_info.world)
+        check_before_launch(loaded, rank_info.world, rank_info.local_world)
         if rank_info.rank > 0:
             return run_process(loaded, rank_info, None, train_rank=train_rank)
         run, claim, loaded = _own_run(loaded, rank_info, existing, run_name)
@@ -195,10 +195,12 @@ def _watched(run: runs.Run) -> Iterator[None]:
 
 
 def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:
-    """Train on every device of this machine, ranks started by torch.multiprocessing."""
+    """Train on every GPU of this machine, or on a few CPU ranks without one; ranks are started by
+    torch.multiprocessing. `distributed.devices` gives another number."""
     try:
         found = inventory.detect()
-        ranks = found.rank_count(load(recipe, overrides).distributed.devices, cpu_ranks=found.cpus)
+        asked = load(recipe, overrides).distributed.devices
+        ranks = found.rank_count(asked, cpu_ranks=min(found.cpus, CPU_RANKS))
     except MusterError as error:
         sys.exit(f"error: {error}")
     spawn(train_here, (recipe, tuple(overrides)), ranks)

@@ -21,6 +21,7 @@ from muster.data import corpus
 from muster.data.speech.shards import write_shards
 from muster.errors import DataError, MusterError
 from muster.hardware import environment, inventory
+from muster.hardware.affinity import cores_for
 from muster.hardware.environment import Variable
 from muster.hardware.inventory import Inventory
 from muster.parallel.layout import layout_for
@@ -29,7 +30,7 @@ from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 
 EXAMPLE = "spoken-numbers"  # the embedded corpus that a system's data/ is filled with
-CPU_RANKS = 4  # at most, where --gpus is not given
+CPU_RANKS = 4  # at most, where neither --gpus nor distributed.devices is given
 RESULTS = "training_results.json"
 
 
@@ -221,14 +222,12 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
     sizes = solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
     files = len(corpus.files(recipe.data.train, "data.train", "train"))
     used = min(files, recipe.data.max_parquet_files or files)
-    workers = recipe.data.workers
     lines = [
         _title("DISTRIBUTED TRAINING CONFIGURATION" if ranks > 1 else "TRAINING CONFIGURATION"),
         f"Mode: {_mode(found, ranks)}",
         f"Backend: {_backend(recipe, found)}",
         f"NVLink: {found.describe_links()}" if found.gpus else "NVLink: no GPU found",
-        f"Workers per {'GPU' if found.gpus else 'rank'}: "
-        f"{environment.data_workers(found.cpus, len(found.gpus)) if workers == 'auto' else workers}",
+        f"Workers per {'GPU' if found.gpus else 'rank'}: {_workers(recipe, found, ranks)}",
         f"CPU cores: {found.cpus}",
         *found.describe_hidden(),
     ]
@@ -278,6 +277,16 @@ def _mode(found: Inventory, ranks: int) -> str:
     if ranks == 1:
         return f"one {what}"
     return f"DISTRIBUTED ({ranks} {what}{'s' if what == 'GPU' else 'es'})"
+
+
+def _workers(recipe: Recipe, found: Inventory, ranks: int) -> str:
+    """Decoding threads of each rank, on the cores that it will be pinned to."""
+    if recipe.data.workers != "auto":
+        return str(recipe.data.workers)
+    quota, gpu = found.cpu.quota if found.cpu else None, bool(found.gpus)
+    cores = [len(cores_for(rank, ranks, found, rank if gpu else None)) for rank in range(ranks)]
+    counts = sorted({environment.data_workers(own, quota, ranks, gpu) for own in cores})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
 def _backend(recipe: Recipe, found: Inventory) -> str:

@@ -18,8 +18,16 @@ class Cpus:
     allowed: tuple[int, ...]  # by affinity: taskset, SLURM's binding, a container's cpuset
     online: tuple[int, ...]
     quota: float | None = None  # cores' worth of time that the cgroup grants, e.g. 3.5
+    cpuset: tuple[
+        int, ...
+    ] = ()  # of the cgroup: a container's or a job's, whatever each process got
     nodes: tuple[tuple[int, ...], ...] = ()  # each NUMA node's CPUs, by the node's number
     cores: tuple[tuple[int, ...], ...] = ()  # each physical core's CPUs
+
+    @property
+    def bound(self) -> bool:
+        """Whether a launcher, or taskset, left this process fewer CPUs than its container or job has."""
+        return len(self.allowed) < len(self.cpuset or self.online)
 
     @property
     def usable(self) -> int:
@@ -27,6 +35,12 @@ class Cpus:
         if self.quota is None:
             return len(self.allowed)
         return max(1, min(len(self.allowed), math.ceil(self.quota)))
+
+    def ranks_sharing(self, local_world: int) -> int:
+        """How many of this node's ranks share the CPUs of this process, if their launcher gave as many to
+        each: 1 where it bound each rank to its own, all of them where it bound none."""
+        share = len(self.allowed) / len(self.cpuset or self.online)
+        return min(local_world, max(1, round(local_world * share)))
 
     def describe(self) -> str:
         """With the limits that hide cores: `4 CPU cores of 64 (affinity allows 8, cgroup quota 3.5)`."""
@@ -44,12 +58,14 @@ def find(root: Path) -> Cpus:
     """Affinity is this process's own; the rest is read below `root`."""
     folder = root / "sys/devices/system"
     affinity = os.sched_getaffinity(0)
-    allowed = tuple(sorted(affinity & (_cpuset(root) or affinity)))
+    cpuset = _cpuset(root) or set()
+    allowed = tuple(sorted(affinity & (cpuset or affinity)))
     online = tuple(cpu_list(read(folder / "cpu/online") or "")) or allowed
     return Cpus(
         allowed=allowed,
         online=online,
         quota=_quota(root),
+        cpuset=tuple(sorted(cpuset)),
         nodes=_nodes(folder / "node"),
         cores=_cores(folder / "cpu", online),
     )

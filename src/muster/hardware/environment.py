@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Job:
     nodes: int
     master: str | None
     env: Mapping[str, str]
+    sharing: int  # ranks on the CPUs of the inventory
 
     @property
     def alone(self) -> bool:
@@ -74,12 +76,14 @@ def variables(
     env: Mapping[str, str] = os.environ,
     nodes: int = 1,
     master: str | None = None,
+    sharing: int | None = None,
 ) -> list[Variable]:
     """The environment of `ranks` ranks on each of `nodes` nodes.
 
-    `master` is MASTER_ADDR: its route decides the network interface.
+    `master` is MASTER_ADDR: its route decides the network interface. `sharing` ranks share the CPUs of
+    the inventory, by default all; 1 in a process that its launcher has bound to CPUs of its own.
     """
-    job = Job(inventory, ranks, strategy, nodes, master, env)
+    job = Job(inventory, ranks, strategy, nodes, master, env, sharing or ranks)
     found = []
     for name, value, reason in _rules(job):
         if value is not None:
@@ -98,7 +102,7 @@ def left_out(
     master: str | None = None,
 ) -> dict[str, str]:
     """The variables that are common on such a machine and are not set, and why."""
-    job = Job(inventory, ranks, strategy, nodes, master, env)
+    job = Job(inventory, ranks, strategy, nodes, master, env, ranks)
     rules = [rule for rule in _rules(job) if rule.value is None and rule.name not in env]
     return {name: reason for name, _, reason in rules}
 
@@ -109,12 +113,17 @@ def apply(found: list[Variable], env: MutableMapping[str, str] = os.environ) -> 
         env.setdefault(variable.name, variable.value)
 
 
-def data_workers(cores: int, gpus: int) -> int:
-    """Decoding threads per rank, where `gpus` ranks share `cores`: one core is left to the rank itself.
+def data_workers(cores: int, quota: float | None, ranks: int, gpu: bool) -> int:
+    """Decoding threads of one of this node's `ranks` ranks, on `cores` CPUs of its own: one of them is left
+    to the rank itself. `quota`, of the cgroup, is for all ranks together.
 
     Without a GPU there is one thread: decoding competes with the model for the CPU.
     """
-    return min(8, max(1, cores // gpus - 1)) if gpus else 1
+    if not gpu:
+        return 1
+    if quota is not None:
+        cores = min(cores, math.ceil(quota) // ranks)
+    return min(8, max(1, cores - 1))
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -142,9 +151,9 @@ def _rules(job: Job) -> Iterator[Rule]:
 
 
 def _profiles(job: Job) -> Iterator[Rule]:
-    cpus, ranks = job.inventory.cpus, job.ranks
-    threads = str(max(1, cpus // ranks))
-    yield Rule("OMP_NUM_THREADS", threads, f"{cpus} CPU cores for {ranks} rank(s)")
+    cpus, sharing = job.inventory.cpus, job.sharing
+    threads = str(max(1, cpus // sharing))
+    yield Rule("OMP_NUM_THREADS", threads, f"{cpus} CPU cores for {sharing} rank(s)")
     if job.inventory.gpus:
         yield from _allocator(job)
     if job.of("amd"):
@@ -198,6 +207,11 @@ def _collectives(job: Job) -> Iterator[Rule]:
         yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", "1", reason)
     else:
         reason = "1 would keep sharded strategies from overlapping all-gathers with computation"
+        if job.strategy == "auto":
+            reason = (
+                "CUDA reads it before strategy auto is resolved, and 1 would slow a sharded one; "
+                "strategy ddp, by name, sets 1"
+            )
         yield Rule("CUDA_DEVICE_MAX_CONNECTIONS", None, reason)
 
 

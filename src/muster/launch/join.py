@@ -24,7 +24,8 @@ def join(rank_info: RankInfo, backend: Backend, timeout_s: float) -> Mesh:
         store = rendezvous.for_rank(rank_info, timeout_s)
         rendezvous.register(store, rank_info, meshes.identity(device), timeout_s)
     layout = Layout(replicate=rank_info.world)
-    return meshes.join(rank_info.rank, rank_info.local_rank, layout, backend, timeout_s, store)
+    rank, local_rank, local_world = rank_info.rank, rank_info.local_rank, rank_info.local_world
+    return meshes.join(rank, local_rank, layout, backend, timeout_s, store, local_world)
 
 
 @contextmanager

@@ -31,17 +31,19 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
     """Pin to cores near this rank's GPU, or to its own share of them; set the variables for the hardware,
     and torch's own for libraries that read nothing else."""
     found = inventory.detect()
-    nodes = rank_info.world // rank_info.local_world
+    nodes, local_world = rank_info.world // rank_info.local_world, rank_info.local_world
+    bound, sharing = False, local_world
+    if found.cpu and rank_info.launcher in ("srun", "mpirun"):  # they may bind each rank themselves
+        bound, sharing = found.cpu.bound, found.cpu.ranks_sharing(local_world)
     environment.apply(
         environment.variables(
-            found, rank_info.local_world, strategy, nodes=nodes, master=rank_info.address
+            found, local_world, strategy, nodes=nodes, master=rank_info.address, sharing=sharing
         )
     )
     cores = os.sched_getaffinity(0)
-    bound = rank_info.launcher in ("srun", "mpirun") and len(cores) < (os.cpu_count() or 1)
-    if not bound:  # else the launcher has bound each rank already
+    if not bound:
         gpu = rank_info.local_rank if found.gpus else None
-        cores = affinity.cores_for(rank_info.local_rank, rank_info.local_world, found, gpu)
+        cores = affinity.cores_for(rank_info.local_rank, local_world, found, gpu)
         affinity.pin(cores)
     threads = os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(cores))

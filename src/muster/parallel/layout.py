@@ -120,13 +120,25 @@ def _divisors(number: int) -> str:
     return " or ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-def _shard_all(world: int, options: Distributed) -> Layout:
+Preset = Callable[[int, "Distributed", int], Layout]  # world, options, ranks on each machine
+
+
+def _shard_all(world: int, options: Distributed, local_world: int) -> Layout:
     return Layout(shard=world)
 
 
-def _hybrid_shard(world: int, options: Distributed) -> Layout:
-    """Replicas of a sharded model; by default two, which an odd world size does not allow."""
+def _hybrid_shard(world: int, options: Distributed, local_world: int) -> Layout:
+    """Replicas of a sharded model; by default one on each machine. On one machine that would be fsdp, and
+    with one rank on each it would be ddp: there it is two, which an odd world size does not allow."""
     replicate, shard = options.replicate, options.shard
+    if replicate == shard == "auto" and 1 < local_world < world:
+        if world % local_world:
+            raise RecipeError(
+                f"distributed.strategy: hsdp makes one copy on each machine, but {world} ranks is no "
+                f"multiple of the {local_world} on one machine; start as many ranks on each, or set "
+                "distributed.replicate"
+            )
+        shard = local_world
     if isinstance(replicate, int) and isinstance(shard, int):
         return Layout(replicate=replicate, shard=shard)
     if isinstance(shard, int):
@@ -135,10 +147,14 @@ def _hybrid_shard(world: int, options: Distributed) -> Layout:
     return Layout(replicate=copies, shard=_rest(world, copies, "replicate"))
 
 
-def _split(axis: str) -> Callable[[int, Distributed], Layout]:
+def _zero(stage: int) -> Preset:
+    return lambda world, options, local_world: Layout(shard=world, zero=stage)
+
+
+def _split(axis: str) -> Preset:
     """All ranks along one axis; where the recipe gives its size, the rest are replicas."""
 
-    def layout(world: int, options: Distributed) -> Layout:
+    def layout(world: int, options: Distributed, local_world: int) -> Layout:
         size = getattr(options, axis)
         size = size if isinstance(size, int) else world
         return Layout(**{axis: size}, replicate=_rest(world, size, axis))
@@ -146,7 +162,7 @@ def _split(axis: str) -> Callable[[int, Distributed], Layout]:
     return layout
 
 
-def _product(world: int, options: Distributed) -> Layout:
+def _product(world: int, options: Distributed, local_world: int) -> Layout:
     """The four sizes; of those left open, `shard` takes the rest and the others are 1."""
     sizes = {axis: getattr(options, axis) for axis in AXES}
     if all(size == "auto" for size in sizes.values()):
@@ -170,13 +186,13 @@ def _rest(world: int, size: int, axis: str) -> int:
     return world // size
 
 
-PRESETS: dict[str, Callable[[int, Distributed], Layout]] = {
-    "ddp": lambda world, options: Layout(replicate=world),
+PRESETS: dict[str, Preset] = {
+    "ddp": lambda world, options, local_world: Layout(replicate=world),
     "fsdp": _shard_all,
     "hsdp": _hybrid_shard,
-    "zero1": lambda world, options: Layout(shard=world, zero=1),
-    "zero2": lambda world, options: Layout(shard=world, zero=2),
-    "zero3": lambda world, options: Layout(shard=world, zero=3),
+    "zero1": _zero(1),
+    "zero2": _zero(2),
+    "zero3": _zero(3),
     "tensor": _split("tensor"),
     "pipeline": _split("pipeline"),
     "hybrid": _product,
@@ -205,8 +221,11 @@ def unused_keys(strategy: str) -> dict[str, str]:
     return sizes | {f"distributed.deepspeed.{key}": value for key, value in NO_DEEPSPEED.items()}
 
 
-def layout_for(options: Distributed, world: int, strategy: str | None = None) -> Layout:
-    """The sizes that the recipe's strategy means on `world` ranks."""
+def layout_for(
+    options: Distributed, world: int, strategy: str | None = None, local_world: int | None = None
+) -> Layout:
+    """The sizes that the recipe's strategy means on `world` ranks, `local_world` on each machine; by
+    default all of them on one."""
     name = strategy or options.strategy
     name = "ddp" if name == "auto" else name
     if name != "hybrid":
@@ -223,7 +242,7 @@ def layout_for(options: Distributed, world: int, strategy: str | None = None) ->
             f"distributed.deepspeed.{unused[0]} is set, but strategy {name} does not use DeepSpeed; use "
             "zero1, zero2 or zero3"
         )
-    layout = PRESETS[name](world, options)
+    layout = PRESETS[name](world, options, local_world or world)
     layout.check_world(world)
     return layout
 

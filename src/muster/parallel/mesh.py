@@ -36,6 +36,7 @@ class Mesh:
     background: Any
     axes: DeviceMesh | None = None
     limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
+    local_world: int = 1  # ranks on this machine
     ranks_per_gpu: int = 1  # more in a rehearsal
 
     @property
@@ -157,8 +158,10 @@ def join(
     backend: Backend,
     timeout_s: float,
     store: Any = None,
+    local_world: int = 0,
 ) -> Mesh:
-    """init_process_group; fails if a rank does not join within `timeout_s`."""
+    """init_process_group; fails if a rank does not join within `timeout_s`. By default all ranks are on
+    this machine."""
     device, ranks_per_gpu = bind_device(local_rank), 1
     if rehearsal.active():
         rehearsal.set_host_id(rank)
@@ -172,7 +175,8 @@ def join(
     if rehearsal.active() and device.type == "cuda":
         ranks_per_gpu = _share_gpu(device, layout.world)
     axes = _axes(layout, device, limit)
-    return Mesh(rank, local_rank, layout, device, background, axes, limit, ranks_per_gpu)
+    here = local_world or layout.world
+    return Mesh(rank, local_rank, layout, device, background, axes, limit, here, ranks_per_gpu)
 
 
 def _share_gpu(device: torch.device, world: int) -> int:

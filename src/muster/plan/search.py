@@ -152,7 +152,7 @@ class _Search:
         """The recipe's strategy, or all that do not split the model's layers."""
         recipe, world, inner = self.recipe, self.world, self.planner.cluster.per_node
         if recipe.distributed.strategy != "auto":
-            layout = layout_for(recipe.distributed, world)
+            layout = layout_for(recipe.distributed, world, local_world=inner)
             layout.check_model(self.planner.subject.plan, self.name)
             yield layout
             return

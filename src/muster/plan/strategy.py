@@ -45,17 +45,14 @@ def decide(recipe: Recipe, task: Task, source: Source, mesh: Mesh, precision: st
     """The same on all ranks: rank 0 plans for the smallest device and broadcasts its decision or error.
     On CPU ranks, where a recording may take longer than the run, a parameter count decides."""
     smallest = min(mesh.gather(device_bytes(mesh)))
-    layout = layout_by_arithmetic(recipe, task, mesh.world, smallest)
+    per_node = max(mesh.gather(mesh.local_world))
+    layout = layout_by_arithmetic(recipe, task, mesh.world, smallest, per_node)
     if mesh.device.type == "cpu":
         return Decision(layout, solve(recipe.training, layout.data_ranks))
     answer: Decision | MusterError | None = None
     if mesh.first:
         try:
-            cluster = Cluster(
-                _accelerator(mesh.device, smallest),
-                mesh.world,
-                min(mesh.world, torch.cuda.device_count()),
-            )
+            cluster = Cluster(_accelerator(mesh.device, smallest), mesh.world, per_node)
             answer = propose(Subject(recipe, task, source), cluster, precision)
         except MusterError as error:
             answer = error
@@ -80,7 +77,7 @@ def propose(subject: Subject, cluster: Cluster, precision: str) -> Decision:
     best = found.best or found.closest
     if best is None:  # far too large, or not one sample for each rank, which `solve` refuses
         shards = "fsdp" if recipe.distributed.strategy == "auto" else None
-        layout = layout_for(recipe.distributed, cluster.world, shards)
+        layout = layout_for(recipe.distributed, cluster.world, shards, cluster.per_node)
         return Decision(layout, solve(recipe.training, layout.data_ranks))
     if found.best is None:
         log.warning(
@@ -137,10 +134,12 @@ def _accelerator(device: torch.device, smallest: int) -> Accelerator:
     return replace(catalogue.own(known), memory_gib=smallest / GIB)
 
 
-def layout_by_arithmetic(recipe: Recipe, task: Task, world: int, smallest: int) -> Layout:
+def layout_by_arithmetic(
+    recipe: Recipe, task: Task, world: int, smallest: int, per_node: int
+) -> Layout:
     """For `auto`, DDP while a copy fits on the smallest device, else FSDP."""
     if recipe.distributed.strategy != "auto":
-        return layout_for(recipe.distributed, world)
+        return layout_for(recipe.distributed, world, local_world=per_node)
     fits = training_bytes(task) <= SHARE * smallest
     return layout_for(recipe.distributed, world, "ddp" if fits else "fsdp")
 
@@ -161,4 +160,4 @@ def device_bytes(mesh: Mesh) -> int:
     """Memory of this rank: its GPU's, or its share of a GPU or of the host."""
     if mesh.device.type == "cuda":
         return torch.cuda.get_device_properties(mesh.device).total_memory // mesh.ranks_per_gpu
-    return int(psutil.virtual_memory().total) // mesh.world
+    return int(psutil.virtual_memory().total) // mesh.local_world

@@ -118,7 +118,11 @@ class Distributed(Section):
         description="Parallelism strategy. `auto` takes the fastest that fits by the planner's estimate, and of those within 8 % of it "
         "the simplest (on CPUs: ddp if the model fits, else fsdp); `hybrid` multiplies the four sizes below.",
     )
-    replicate: Positive | Auto = free("auto", description="Replicas of the model (hsdp, hybrid).")
+    replicate: Positive | Auto = free(
+        "auto",
+        description="Replicas of the model (hsdp, hybrid). `auto` under hsdp: one on each machine; two on "
+        "one machine.",
+    )
     shard: Positive | Auto = free(
         "auto", description="Ranks that shard one replica (hsdp, hybrid)."
     )

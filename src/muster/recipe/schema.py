@@ -117,7 +117,8 @@ class Training(Section):
         1.0, description="Clip the global gradient norm to this; `null` measures without clipping."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = free(
-        "auto", description="`auto`: bf16 on GPUs that have it, else fp32. fp16 uses a loss scaler."
+        "auto",
+        description="`auto`: bf16 if every GPU has it (V100 and T4 only emulate it), else fp32. fp16 uses a loss scaler.",
     )
     activation_checkpointing: Literal["none", "full", "selective"] = free(
         "none",

@@ -169,22 +169,17 @@ class Checkpoints:
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted save
             folder.mkdir(parents=True)
         self.mesh.barrier()
-        response = dcp.async_save(
-            state,
-            checkpoint_id=folder,
-            process_group=self.mesh.background,
-            async_stager=DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=self.mesh.device.type == "cuda",
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=self.mesh.device.type == "cuda",
-                )
-            ),
+        stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=self.mesh.device.type == "cuda",
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=self.mesh.device.type == "cuda",
+            )
         )
         self._thread = threading.Thread(
-            target=self._complete,
-            args=(response, folder, {"step": step, **trainer}),
+            target=self._write,
+            args=(stager.stage(state), folder, {"step": step, **trainer}),
             name="checkpoint",
         )
         self._thread.start()
@@ -235,10 +230,16 @@ class Checkpoints:
             else "none is complete yet"
         )
 
-    def _complete(self, response: Any, folder: Path, trainer: dict[str, Any]) -> None:
-        """In the background: shards, then hashes, then, on rank 0, the manifest and the pruning."""
+    def _write(self, staged: Any, folder: Path, trainer: dict[str, Any]) -> None:
+        """In the background: shards, then hashes, then, on rank 0, the manifest and the pruning.
+
+        dcp.async_save has no part in it: its thread would begin on GPU 0 and create a CUDA context
+        there, since the current device is that of a thread and dcp.save synchronizes its stream.
+        """
         try:
-            getattr(response, "upload_completion", response).result()
+            if self.mesh.device.type == "cuda":
+                torch.cuda.set_device(self.mesh.device)
+            dcp.save(staged, checkpoint_id=folder, process_group=self.mesh.background)
             own = {p.name: _file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
             gathered: list[Any] = [own] * self.mesh.world
             if self.mesh.world > 1:

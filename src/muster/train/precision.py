@@ -10,15 +10,23 @@ import torch
 
 from muster.errors import RecipeError
 from muster.parallel.fsdp import DTYPES
+from muster.parallel.mesh import Mesh
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """`auto` is bf16 on a GPU that has it, else fp32."""
+    """`auto` is bf16 on a GPU that has it, else fp32. V100 and T4 only emulate it."""
     if asked == "auto":
-        return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+        gpu = device.type == "cuda"
+        return "bf16" if gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if asked == "fp16" and device.type == "cpu":
         raise RecipeError("training.precision: fp16 has no fast path on a CPU; use fp32 or bf16")
     return asked
+
+
+def shared_precision(asked: str, mesh: Mesh) -> str:
+    """The same on all ranks: `auto` is bf16 where every rank's GPU has it."""
+    found = mesh.gather(resolve_precision(asked, mesh.device))
+    return found[0] if len(set(found)) == 1 else "fp32"
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -36,7 +36,7 @@ from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint
 from muster.train.compatibility import refuse_other_data, refuse_other_recipe
 from muster.train.job import Job
 from muster.train.optimizer import make_optimizer
-from muster.train.precision import LossScale, resolve_precision
+from muster.train.precision import LossScale, shared_precision
 from muster.worker.results import write_plan
 
 log = logging.getLogger(__name__)
@@ -44,8 +44,9 @@ log = logging.getLogger(__name__)
 
 def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
     """Build everything and load the newest checkpoint."""
-    recipe = settle(recipe, layout_for(recipe.distributed, mesh.world).data_ranks)
-    precision = resolve_precision(recipe.training.precision, mesh.device)
+    layout = layout_for(recipe.distributed, mesh.world, local_world=mesh.local_world)
+    recipe = settle(recipe, layout.data_ranks)
+    precision = shared_precision(recipe.training.precision, mesh)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
     decision = decide(recipe, task, source, mesh, precision)
@@ -118,7 +119,8 @@ def open_data(
 
 def _data_workers(mesh: Mesh) -> int:
     """On the cores that this rank is pinned to, which it shares with no other."""
-    return data_workers(cpus.find(Path("/")).usable, gpus=int(mesh.device.type == "cuda"))
+    cpu, gpu = cpus.find(Path("/")), mesh.device.type == "cuda"
+    return data_workers(len(cpu.allowed), cpu.quota, mesh.local_world, gpu)
 
 
 def build_engine(

@@ -1,6 +1,6 @@
 """One process per device, started from here.   python scripts/train_distributed.py [key=value …]
 
-Uses every GPU; without one, a rank per CPU core.
+Uses every GPU; without one, a rank per CPU core, at most four. distributed.devices=N starts N ranks.
 """
 
 import sys
