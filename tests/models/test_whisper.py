@@ -16,6 +16,7 @@ from muster.models.whisper.model import (
     WhisperConfig,
     sinusoids,
 )
+from muster.models.whisper.plan import POSITIONS_PER_TOKEN
 from whisper_reference import VOCAB, features, fill, make, ours, their_logits, tokens
 
 CPU = torch.device("cpu")
@@ -175,11 +176,24 @@ def test_the_micro_preset_is_small():
     assert PRESETS["whisper-micro"].source_positions == 1500
 
 
-def test_the_plan_names_layers_and_cannot_be_cut():
-    plan = Whisper(SMALL).plan
+def test_the_plan_counts_the_multiplications_of_every_layer():
+    model = Whisper(SMALL)
+    plan, matrices = model.plan, {}
+    for name, p in model.named_parameters():
+        if name.endswith("weight") and p.ndim > 1 and "embed" not in name:
+            matrices[name] = p.numel()
     assert plan.blocks == ("WhisperEncoderLayer", "WhisperDecoderLayer")
-    assert plan.layers == 0
-    assert not plan.tensor
+    assert (plan.layers, plan.embeds) == (5, SMALL.encoder_layers)
+
+    def total(*words: str) -> int:
+        return sum(n for name, n in matrices.items() if all(w in name for w in words))
+
+    second, decoder = total("encoder.layers.1"), "decoder.layers.1"
+    heard = total(decoder, "encoder_attn.k_proj") + total(decoder, "encoder_attn.v_proj")
+    middle = heard + (total(decoder) - heard) // POSITIONS_PER_TOKEN
+    head = SMALL.vocab * SMALL.width // POSITIONS_PER_TOKEN
+    stem = 2 * total("conv1") + total("conv2")  # two frames for each position
+    assert plan.costs == (stem + second, second, middle, middle, middle + head)
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():

@@ -13,7 +13,7 @@ from torch import Tensor
 from muster.data.loader import Inputs
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
-from muster.parallel.pipeline import cut_evenly, layer_costs, microbatches, stages_per_rank
+from muster.parallel.pipeline import cut_evenly, microbatches, stages_per_rank
 from muster.recipe.distributed import PipelineOptions
 from parallel.models import (
     GPT,
@@ -54,7 +54,7 @@ def test_the_head_counts_as_work_of_the_last_stage():
         plan = Decoder(LLAMA).plan
         block = Decoder(LLAMA).blocks["0"]
     matrices = sum(p.numel() for p in block.parameters() if p.ndim == 2)
-    assert layer_costs(plan) == [matrices] * 3 + [matrices + LLAMA.vocab * LLAMA.width]
+    assert plan.costs == (*[matrices] * 3, matrices + LLAMA.vocab * LLAMA.width)
     heavy = [1.0, 1.0, 1.0, 1.0 + 2.5]
     assert cut_evenly(heavy, 2) == [(0, 3), (3, 4)]
 

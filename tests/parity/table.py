@@ -34,6 +34,7 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
     tied=False,
 )
 models.PRESETS["window-uneven"] = dataclasses.replace(models.PRESETS["llama-uneven"], window=7)
+# 3 heads, 5 layers; for tensor ranks 4 heads, for eight stages 9 layers.
 models.PRESETS["whisper-uneven"] = WhisperConfig(
     vocab=0,
     width=30,
@@ -43,6 +44,12 @@ models.PRESETS["whisper-uneven"] = WhisperConfig(
     decoder_layers=3,
     decoder_heads=3,
     decoder_hidden=67,
+)
+models.PRESETS["whisper-heads-uneven"] = dataclasses.replace(
+    models.PRESETS["whisper-uneven"], width=36, encoder_heads=4, decoder_heads=4
+)
+models.PRESETS["whisper-deep-uneven"] = dataclasses.replace(
+    models.PRESETS["whisper-uneven"], encoder_layers=4, decoder_layers=5
 )
 for name in ("gpt", "llama"):  # for four and eight stages
     for depth, layers in (("deep", 5), ("deepest", 9)):
@@ -61,6 +68,8 @@ RECIPES = {
     "lmu": "speech",
     "lmu-norm": "speech",
     "whisper": "whisper-micro",
+    "whisper-heads": "whisper-micro",
+    "whisper-deep": "whisper-micro",
 }
 BATCH = 18
 STEPS = "training.steps=3"
@@ -79,10 +88,10 @@ def overrides_for(model: str, corpus: str) -> list[str]:
             f"training.global_batch_size={BATCH}",
             "training.lr=3e-4",
         ]
-    if model == "whisper":
+    if model.startswith("whisper"):
         return [
             STEPS,
-            "model.preset=whisper-uneven",
+            f"model.preset={model}-uneven",
             f"data.train={few_clips.folder()}",
             "training.global_batch_size=18",
             "training.lr=3e-4",

@@ -26,17 +26,24 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     ),
 }
 SAVERS = [name for name in LAYOUTS if name != "alone"]
+INTERLEAVED = "distributed.pipeline_options.schedule=interleaved"
+WHISPER = LAYOUTS | {
+    "tensor 2": (2, ("distributed.strategy=tensor",)),
+    "interleaved 2": (2, ("distributed.strategy=pipeline", INTERLEAVED)),
+}
 # One back to itself, bit for bit. All pairs, and the 2-D layout, with --full.
 ORDINARY = {("ddp 2", "fsdp 2"), ("fsdp 2", "zero3 2"), ("zero3 2", "alone")}
 ORDINARY |= {("zero3 2", "zero3 2")}
 
 
-def train_on(mesh, folder: str, corpus: str, options: list[str]) -> TrainingCurve | None:
+def train_on(
+    mesh, folder: str, corpus: str, options: list[str], model: str = "gpt"
+) -> TrainingCurve | None:
     recipe = load(
-        RECIPES["gpt"],
+        RECIPES[model],
         short_recipe(
             [
-                *overrides_for("gpt", corpus),
+                *overrides_for(model, corpus),
                 f"training.steps={STEPS}",
                 f"checkpoint.every_steps={SAVED}",
                 *options,
@@ -52,27 +59,25 @@ def straight(ranks, small_corpus, tmp_path_factory):
     """A layout's uninterrupted run, with a checkpoint in the middle: its course and its folder."""
     kept = {}
 
-    def run(name: str) -> tuple[TrainingCurve, Path]:
-        if name not in kept:
-            world, options = LAYOUTS[name]
+    def run(name: str, model: str = "gpt") -> tuple[TrainingCurve, Path]:
+        if (name, model) not in kept:
+            world, options = WHISPER[name]
             folder = tmp_path_factory.mktemp("straight")
-            kept[name] = (
-                ranks(world)(train_on, str(folder), small_corpus, list(options))[0],
-                folder,
-            )
-        return kept[name]
+            made = ranks(world)(train_on, str(folder), small_corpus, list(options), model)[0]
+            kept[name, model] = (made, folder)
+        return kept[name, model]
 
     return run
 
 
 def continued(
-    ranks, straight, small_corpus, folder: Path, saver: str, loader: str
+    ranks, straight, small_corpus, folder: Path, saver: str, loader: str, model: str = "gpt"
 ) -> TrainingCurve:
     """Only the checkpoint in the middle goes along."""
-    middle = straight(saver)[1] / "checkpoints" / f"step-{SAVED}"
+    middle = straight(saver, model)[1] / "checkpoints" / f"step-{SAVED}"
     shutil.copytree(middle, folder / "checkpoints" / f"step-{SAVED}")
-    world, options = LAYOUTS[loader]
-    return ranks(world)(train_on, str(folder), small_corpus, list(options))[0]
+    world, options = WHISPER[loader]
+    return ranks(world)(train_on, str(folder), small_corpus, list(options), model)[0]
 
 
 @pytest.mark.parametrize(
@@ -89,14 +94,37 @@ def test_a_checkpoint_continues_under_any_layout(
     ranks, straight, small_corpus, tmp_path, record_property, saver, loader
 ):
     went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader)
-    reference = straight("alone")[0]
+    assert_continued(straight, went_on, saver, loader, "gpt")
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        ("interleaved 2", "tensor 2"),
+        pytest.param("tensor 2", "interleaved 2", marks=pytest.mark.full),
+        pytest.param("interleaved 2", "interleaved 2", marks=pytest.mark.full),
+        pytest.param("fsdp 2", "interleaved 2", marks=pytest.mark.full),
+        pytest.param("interleaved 2", "alone", marks=pytest.mark.full),
+        pytest.param("interleaved 2", "tensor 2 × pipeline 2", marks=pytest.mark.full),
+        pytest.param("tensor 2 × pipeline 2", "zero3 2", marks=pytest.mark.full),
+        pytest.param("tensor 2", "tensor 2", marks=pytest.mark.full),
+    ],
+)
+def test_whisper_continues_under_any_layout(ranks, straight, small_corpus, tmp_path, saver, loader):
+    model = "whisper-heads"
+    went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader, model)
+    assert_continued(straight, went_on, saver, loader, model)
+
+
+def assert_continued(straight, went_on, saver: str, loader: str, model: str) -> None:
+    reference = straight("alone", model)[0]
     tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, went_on)
     record_property("row", f"| {saver} | {loader} | {found}")
     assert len(went_on.losses) == STEPS - SAVED
     assert found.small, found
     if saver == loader:
-        unbroken = straight(saver)[0]
+        unbroken = straight(saver, model)[0]
         assert went_on.losses == unbroken.losses[SAVED:]
         assert went_on.norms == unbroken.norms[SAVED:]
         assert all(torch.equal(went_on.weights[n], w) for n, w in unbroken.weights.items())

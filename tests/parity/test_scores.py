@@ -21,6 +21,7 @@ LAYOUTS = {
         4,
         ["distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pipeline=2"],
     ),
+    "pipeline 2 × fsdp 2": (4, ["distributed.strategy=hybrid", "distributed.pipeline=2"]),
 }
 
 
@@ -59,7 +60,7 @@ def score(
     return found.scores, [example.hypothesis for example in found.worst]
 
 
-FULL = ("ddp 2", "fsdp 4", "tensor 2", "tensor 2 × pipeline 2")
+FULL = ("ddp 2", "fsdp 4", "tensor 2", "tensor 2 × pipeline 2", "pipeline 2 × fsdp 2")
 
 
 @pytest.mark.parametrize(
@@ -90,13 +91,19 @@ WHISPER = ["evaluation.max_tokens=6", "seed=3"]
         pytest.param("greedy", "zero3 2", marks=pytest.mark.full),
         pytest.param("beam", "zero3 2", marks=pytest.mark.full),
         pytest.param("beam", "fsdp 4", marks=pytest.mark.full),
+        ("beam", "pipeline 2"),
+        pytest.param("greedy", "pipeline 2", marks=pytest.mark.full),
+        pytest.param("beam", "tensor 2", marks=pytest.mark.full),
+        pytest.param("beam", "tensor 2 × pipeline 2", marks=pytest.mark.full),
+        pytest.param("beam", "pipeline 2 × fsdp 2", marks=pytest.mark.full),
     ],
 )
 def test_what_whisper_hears_is_what_one_process_hears(ranks, tmp_path, layout, decoder):
     """Word for word, under layouts whose every step of the search takes all ranks."""
+    model = "whisper-heads" if "tensor" in layout else "whisper"
     common = [*WHISPER, f"evaluation.decoder={decoder}"]
-    alone = ranks(1)(score, str(tmp_path / "alone"), "whisper", "", common)[0]
+    alone = ranks(1)(score, str(tmp_path / "alone"), model, "", common)[0]
     world, options = LAYOUTS[layout]
-    for found in ranks(world)(score, str(tmp_path / "together"), "whisper", "", common + options):
+    for found in ranks(world)(score, str(tmp_path / "together"), model, "", common + options):
         assert found == alone
     assert len(set(alone[1])) > 1

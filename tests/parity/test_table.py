@@ -28,16 +28,30 @@ ORDINARY = {
     ("pipeline zero-bubble", 2, "gpt-deep", 1),
     ("tensor × fsdp", 4, "gpt", 1),
     ("pipeline × fsdp", 4, "gpt", 4),
+    ("tensor", 2, "whisper-heads", 4),
+    ("pipeline 1f1b", 2, "whisper", 4),
 }
+
+
+def fits(row: StrategyRow, model: str) -> bool:
+    """Whisper has a tensor plan and stages, but none whose backward pass can be split."""
+    if model == "whisper":
+        return "zero-bubble" not in row.name
+    return model != "lmu" or not row.transformers_only
 
 
 def cells():
     for row in ROWS:
         for world in row.worlds:
-            for model in MODELS if not row.decoder_only else MODELS[:2]:
+            for model in MODELS:
+                if not fits(row, model):
+                    continue
                 if row.name.startswith("pipeline ") and row.multiple == 1:
                     each = 2 if row.name.endswith(("interleaved", "zero-bubble")) else 1
-                    model += {2: "", 4: "-deep", 8: "-deepest"}[each * world]
+                    deep = ("", "", "-deep") if model == "whisper" else ("", "-deep", "-deepest")
+                    model += dict(zip((2, 4, 8), deep, strict=True))[each * world]
+                elif model == "whisper" and "tensor" in row.name:
+                    model += "-heads"
                 for accumulation in (1, 4):
                     key = (row.name, world, model, accumulation)
                     marks = [] if key in ORDINARY else [pytest.mark.full]

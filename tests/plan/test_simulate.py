@@ -23,7 +23,7 @@ from muster.models.plan import ParallelPlan
 from muster.parallel.apply import apply
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
-from muster.parallel.pipeline import cut_evenly, layer_costs
+from muster.parallel.pipeline import cut_evenly
 from muster.plan.fake_cuda import autocast
 from muster.plan.rank_recorder import (
     Sent,
@@ -280,11 +280,11 @@ def test_a_compiled_model_sends_the_same_and_keeps_less():
 
 
 def test_ranks_to_try_are_the_first_the_fullest_and_the_last_stage():
-    plan = ParallelPlan(("Block",), layers=10, layer_cost=2, head_cost=1)
+    plan = ParallelPlan(("Block",), costs=(2,) * 9 + (3,))
     assert representative_ranks(Layout(shard=64, tensor=2), plan) == [0]
     assert representative_ranks(Layout(pipeline=2, tensor=2, shard=3), plan) == [0, 6]
-    middle = replace(plan, layers=6, head_cost=2)
-    assert cut_evenly(layer_costs(middle), 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
+    middle = replace(plan, costs=(2, 2, 2, 2, 2, 4))
+    assert cut_evenly(middle.costs, 4) == [(0, 1), (1, 3), (3, 5), (5, 6)]
     assert representative_ranks(Layout(pipeline=4, tensor=2), middle) == [0, 2, 6]
 
 

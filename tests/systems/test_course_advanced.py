@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from course import broken, torchrun
@@ -21,6 +23,34 @@ def test_the_hybrid_trains_as_one_process(ranks, shape):
     words = torchrun("05-advanced/hybrid_parallelism.py", *small, ranks=ranks)
     assert f"replicate 1 × {shape}: losses and gradient norms within" in words
     assert all(f"rank {rank}: " in words for rank in range(ranks))
+
+
+@pytest.mark.full
+def test_the_hybrid_with_a_pipeline_trains_as_one_process():
+    small = ["--length", "32", "--steps", "2", "--pipeline", "2"]
+    for ranks, shape in ((2, "shard 1 × tensor 1"), (4, "shard 1 × tensor 2")):
+        words = torchrun("05-advanced/hybrid_parallelism.py", *small, ranks=ranks)
+        assert f"pipeline 2 × replicate 1 × {shape}: losses and gradient norms within" in words
+
+
+def test_a_pipeline_has_the_gradients_of_one_process_and_few_micro_batches_in_flight():
+    words = torchrun("05-advanced/pipeline_parallelism.py", "--length", "32")
+    assert "2 stage(s), 4 micro-batches: gradients within" in words
+    assert "the bubble is 20% of a step" in words
+    assert re.findall(r"rank \d: layers .*, (\d) in flight", words) == ["4", "4", "2", "1"]
+
+
+def test_all_ranks_skip_the_step_that_overflows_on_one():
+    words = torchrun("05-advanced/fp16_gradscaler.py")
+    assert "2 rank(s): 100% of an unscaled float16 gradient is lost" in words
+    assert "all ranks skipped the step that overflowed on rank 0" in words
+
+
+@pytest.mark.full
+def test_ranks_that_do_not_agree_on_a_skipped_step_are_noticed(tmp_path):
+    lesson, line = "05-advanced/fp16_gradscaler.py", "wrapped = DistributedDataParallel(model)"
+    words = torchrun(broken(lesson, line, "wrapped = model", tmp_path), fails=True)
+    assert "AssertionError: moved in steps" in words
 
 
 @pytest.mark.both
@@ -51,6 +81,13 @@ def test_overlap_changes_neither_gradients_nor_bytes():
             "dist.all_reduce(parameter.grad.div_(dist.get_world_size()))",
             "parameter.grad.div_(dist.get_world_size())",
             "apart",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "pipeline_parallelism.py",
+            "whole.plan.vocab) / batch.units",
+            "whole.plan.vocab) / (targets != IGNORE).sum()",  # of each micro-batch
+            "off",
             marks=pytest.mark.full,
         ),
         pytest.param(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,11 @@ from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from real import LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
 CPU = torch.device("cpu")
+
+
+def call(model: Any, task: SpeechSeq2Seq, batch: Any) -> Any:
+    inputs = task.inputs(batch)
+    return model(*inputs.args, **inputs.shared)
 
 
 def task_of(*overrides: str, recipe: str = "whisper-micro") -> SpeechSeq2Seq:
@@ -113,13 +119,13 @@ def test_the_loss_of_a_batch_does_not_depend_on_how_it_is_cut(micro):
 
     def loss(parts: list[list[SpeechSample]]) -> torch.Tensor:
         batches = [micro.prepare(micro.collate(part, None, longest)) for part in parts]
-        outputs = [model(*micro.inputs(batch).args) for batch in batches]
+        outputs = [call(model, micro, batch) for batch in batches]
         return sum(micro.loss(o, b) for o, b in zip(outputs, batches, strict=True))
 
     whole = loss([clips])
     assert torch.allclose(whole, loss([clips[:1], clips[1:]]), rtol=1e-5)
     alone = [micro.prepare(micro.collate([c], None)) for c in clips]
-    apart = sum(micro.loss(model(*micro.inputs(b).args), b) for b in alone)
+    apart = sum(micro.loss(call(model, micro, b), b) for b in alone)
     assert not torch.allclose(whole, apart, rtol=1e-5)  # padding is heard, so windows matter
 
 
@@ -208,7 +214,7 @@ def test_loss_and_gradient_are_those_of_transformers():
     source = task.source("train")
     batch = task.prepare(task.collate([source.load(3)], 0, 30.0))
     ours = model_of(task)
-    loss = task.loss(ours(*task.inputs(batch).args), batch) / batch.units
+    loss = task.loss(call(ours, task, batch), batch) / batch.units
     loss.backward()
     theirs = WhisperForConditionalGeneration.from_pretrained(WHISPER, dtype=torch.float32)
     expected = theirs(

@@ -40,7 +40,7 @@ class StrategyRow:
     name: str
     options: tuple[str, ...]
     worlds: tuple[int, ...]  # of the table
-    decoder_only: bool = False
+    transformers_only: bool = False  # splits layers or their matrices
     multiple: int = 1  # of which a world must be one
 
 

@@ -178,19 +178,17 @@ class Decoder(nn.Module):
 
     @property
     def plan(self) -> ParallelPlan:
-        config = self.config
+        config, layer = self.config, layer_cost(self.config)
         return ParallelPlan(
             blocks=(DecoderBlock.__name__,),
             tensor=tensor_plan(config),
-            layers=config.layers,
+            costs=(*[layer] * (config.layers - 1), layer + config.vocab * config.width),
             heads=config.heads,
             kv_heads=config.kv_heads,
             vocab=config.vocab,
             hidden=config.hidden,
             width=config.width,
-            layer_cost=layer_cost(config),
-            head_cost=config.vocab * config.width,
-            tied=config.tied,
+            tied="embed.tokens.weight" if config.tied else None,
             cast_weights=True,
             compiled=("head",),
         )

@@ -11,6 +11,7 @@ Split = Literal[
     "scatter",  # its output enters the residual stream
     "norm",  # works on the residual stream
     "gather",  # a group of layers that reads the whole stream once
+    "gather-both",  # the same with two inputs, such as cross-attention
     "heads",  # attention heads on each rank; its output stays sharded
     "column",  # output features on each rank; its output stays sharded
     "row",  # input features on each rank; its outputs are summed into the stream
@@ -28,13 +29,22 @@ class ParallelPlan:
     ]  # class names of repeated layers: units of sharding, checkpointing and compilation
     compiled: tuple[str, ...] = ()  # names of other modules to compile
     tensor: Mapping[str, Split] = field(default_factory=dict)  # module name, `*` for any index
-    layers: int = 0  # blocks that a pipeline may be split between; 0: it may not be split
+    costs: tuple[int, ...] = ()  # of each block that a pipeline may be split between, in
+    # multiplications per token, with the head in the last; empty: it may not be split
+    embeds: int = 0  # the block that the token embedding comes before; those before are an encoder
     heads: int = 0
     kv_heads: int = 0
     vocab: int = 0
     hidden: int = 0  # of the feed-forward
     width: int = 0  # of the residual stream
-    layer_cost: int = 0  # multiplications per token, of one block …
-    head_cost: int = 0  # … and of the head
-    tied: bool = False  # the head is the embedding: first and last stage share a weight
+    tied: str | None = None  # the embedding's weight, if it is also the head's: two stages share it
     cast_weights: bool = False  # weights may be cast to the lower precision
+
+    @property
+    def layers(self) -> int:
+        return len(self.costs)
+
+    @property
+    def shards_sequence(self) -> bool:
+        """Whether tensor ranks can shard the residual stream along the sequence."""
+        return "scatter" in self.tensor.values()

@@ -47,14 +47,15 @@ def apply(
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
     refuse_conflicts(recipe, layout)
     sharded = layout.data_ranks > 1 and not layout.only_replicas
+    stage = layout.pipeline > 1
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
     for part in parts:
         if weights is None:
             part.to(mesh.device)
         if layout.tensor > 1:
             assert mesh.axes is not None
-            tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options)
-        blocks = find_blocks(part, plan.blocks, "model.preset")
+            tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options, stage=stage)
+        blocks = find_blocks(part, plan.blocks, "model.preset", stage=stage)
         checkpoint_activations(blocks, recipe.training.activation_checkpointing)
         if recipe.training.compile:
             compile_blocks(part, blocks, plan.compiled if layout.tensor == 1 else ())
@@ -64,7 +65,7 @@ def apply(
             fill(part, weights, mesh.device, resting)
     optimizer = make_optimizer(named for part in parts for named in part.named_parameters())
     split_loss = layout.tensor > 1 and options.tensor_options.loss_parallel
-    if layout.pipeline > 1:
+    if stage:
         return pipeline.PipelineEngine(
             parts,
             optimizer,
@@ -72,7 +73,7 @@ def apply(
             plan,
             options.pipeline_options,
             split_loss=split_loss,
-            sequence_parallel=options.tensor_options.sequence_parallel,
+            sequence_parallel=tensor.shards_sequence(plan, options.tensor_options),
         )
     if layout.only_replicas and layout.world > 1:
         module, clock = replicate(parts[0], mesh, options.ddp)
@@ -104,7 +105,8 @@ def _build(
         if layout.pipeline == 1:
             prepare_norms(model, recipe)
             return [model], plan
-        pipeline.check_schedule(options)
-        cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * each)
+        pipeline.check_schedule(options, plan)
+        find_blocks(model, recipe.distributed.fsdp.wrap or plan.blocks, "distributed.fsdp.wrap")
+        cuts = pipeline.cut_evenly(plan.costs, layout.pipeline * each)
         own = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
         return [builder.build_part(start, stop) for start, stop in own], plan

@@ -32,11 +32,14 @@ SAVED_OPS = {
 }
 
 
-def find_blocks(model: nn.Module, names: Sequence[str], key: str) -> list[nn.Module]:
-    """The modules of those classes; a name that matches none is an error that lists the classes there are."""
+def find_blocks(
+    model: nn.Module, names: Sequence[str], key: str, *, stage: bool = False
+) -> list[nn.Module]:
+    """The modules of those classes; a name that matches none is an error that lists the classes there
+    are, except in a `stage` of a pipeline, which holds only some of the model."""
     found = [m for m in model.modules() if type(m).__name__ in names]
     missing = [name for name in names if name not in {type(m).__name__ for m in found}]
-    if missing:
+    if missing and not stage:
         present = {
             type(m).__name__ for m in model.modules() if any(True for _ in m.parameters())
         } - {type(model).__name__}

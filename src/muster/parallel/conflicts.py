@@ -30,7 +30,8 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy"
         )
-    if splits and options.tensor_options.sequence_parallel:
+    language = recipe.task == "causal-lm"
+    if splits and language and options.tensor_options.sequence_parallel:
         length = recipe.data.sequence_length
         if length % layout.tensor:
             raise RecipeError(
@@ -39,9 +40,20 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
                 "distributed.tensor_options.sequence_parallel=false"
             )
     elif splits and recipe.model.dropout:
+        cure = "set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
         raise RecipeError(
             "model.dropout: tensor ranks with replicated activations would draw different dropout "
-            "masks; set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
+            f"masks; {cure if language else 'set it to 0'}"
+        )
+    if splits and training.label_smoothing and options.tensor_options.loss_parallel:
+        raise RecipeError(
+            "training.label_smoothing: torch has none for logits that are sharded along the "
+            "vocabulary; set distributed.tensor_options.loss_parallel=false, or label_smoothing to 0"
+        )
+    if recipe.model.freeze_encoder and layout.pipeline > 1:
+        raise RecipeError(
+            "model.freeze_encoder: a pipeline stage in the encoder would have nothing to train; set it "
+            "to false, or use distributed.strategy ddp, fsdp or tensor"
         )
     accumulates = training.gradient_accumulation_steps not in (1, "auto")  # already resolved
     if layout.only_replicas and layout.world > 1 and options.ddp.static_graph and accumulates:

@@ -45,7 +45,8 @@ def shard(model: nn.Module, mesh: Mesh, plan: ParallelPlan, options: FSDP, preci
         else OffloadPolicy()
     )
     reshard = options.sharding == "full_shard"
-    blocks = find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap")
+    stage = mesh.layout.pipeline > 1
+    blocks = find_blocks(model, options.wrap or plan.blocks, "distributed.fsdp.wrap", stage=stage)
     for block in blocks:
         fully_shard(
             block,

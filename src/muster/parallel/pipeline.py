@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -18,12 +19,15 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from muster.data.loader import Batch, Inputs
+from muster.data.loader import IGNORE, Batch, Inputs
 from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
+from muster.models.whisper.search import Search
+from muster.parallel import state
 from muster.parallel.engine import StepFunctions, TorchEngine, full_tensor
 from muster.parallel.gradients import redistributed_gradient
 from muster.parallel.mesh import Mesh
+from muster.parallel.staged_search import staged_search
 from muster.recipe.distributed import PipelineOptions
 
 SCHEDULES: dict[str, Any] = {
@@ -35,12 +39,20 @@ SCHEDULES: dict[str, Any] = {
 MANY_STAGES = ("interleaved", "zero-bubble")
 
 
-def check_schedule(options: PipelineOptions) -> None:
-    """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's works."""
-    if options.schedule == "zero-bubble" and torch.__version__ < (2, 13):  # type: ignore[operator]
+def check_schedule(options: PipelineOptions, plan: ParallelPlan) -> None:
+    """torch 2.11's split of the backward pass fails on a decoder's graph; 2.13's works, but not where a
+    stage has two inputs."""
+    if options.schedule != "zero-bubble":
+        return
+    key = "distributed.pipeline_options.schedule: zero-bubble"
+    if torch.__version__ < (2, 13):  # type: ignore[operator]
         raise RecipeError(
-            f"distributed.pipeline_options.schedule: zero-bubble needs torch 2.13, this is "
-            f"{torch.__version__}; use 1f1b or interleaved"
+            f"{key} needs torch 2.13, this is {torch.__version__}; use 1f1b or interleaved"
+        )
+    if plan.embeds:
+        raise RecipeError(
+            f"{key} splits the backward pass, which torch cannot do for the stages of an encoder and "
+            "a decoder; use 1f1b or interleaved"
         )
 
 
@@ -90,13 +102,6 @@ def cut_evenly(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
     return best[parts, len(costs)][1]
 
 
-def layer_costs(plan: ParallelPlan) -> list[float]:
-    """Of each layer, in multiplications per token; the head belongs to the last."""
-    costs = [float(plan.layer_cost)] * plan.layers
-    costs[-1] += plan.head_cost
-    return costs
-
-
 class PipelineEngine(TorchEngine):
     """`parts` are this rank's stages: part i is stage `rank + i × pipeline ranks`."""
 
@@ -121,60 +126,82 @@ class PipelineEngine(TorchEngine):
         self.ranks = mesh.layout.pipeline
         self.rank = mesh.layout.pipeline_rank(mesh.rank)
         self.stages = self.ranks * len(parts)
-        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._schedules: dict[tuple[Any, ...], Any] = {}
         self._current: list[Batch] = []
         self._functions: StepFunctions | None = None
-        self._tie(plan.tied)
+        self.cuts = cut_evenly(plan.costs, self.stages)
+        self._tie(plan)
 
-    def _tie(self, tied: bool) -> None:
-        """First and last stage hold the tied embedding: its gradient is the sum of both."""
+    def _tie(self, plan: ParallelPlan) -> None:
+        """The stage that embeds tokens and the last one hold the tied embedding: its gradient is the sum
+        of both. With several stages on each rank, one rank may hold both."""
         self._tied_group: Any = None
-        if not tied:
+        embedding = self.stage_of(plan.embeds)
+        if plan.tied is None or embedding == self.stages - 1:
             return
+        owner, last = embedding % self.ranks, self.ranks - 1
         assert self.mesh.axes is not None
         columns = self.mesh.axes.mesh.flatten(1)
-        for first, last in zip(columns[0].tolist(), columns[-1].tolist(), strict=True):
-            group = dist.new_group([first, last], timeout=self.mesh.limit)
-            if self.mesh.rank in (first, last):
-                self._tied_group = group
-        holder = self.parts[0] if self.rank == 0 else self.parts[-1]
-        if self._tied_group is not None:
-            self.tied = [p for n, p in holder.named_parameters() if n == "embed.tokens.weight"]
+        if owner != last:
+            for pair in zip(columns[owner].tolist(), columns[last].tolist(), strict=True):
+                group = dist.new_group(list(pair), timeout=self.mesh.limit)
+                if self.mesh.rank in pair:
+                    self._tied_group = group
+        self.tied = [p for part in self.parts for n, p in part.named_parameters() if n == plan.tied]
+
+    def stage_of(self, layer: int) -> int:
+        return next(i for i, (start, stop) in enumerate(self.cuts) if start <= layer < stop)
+
+    def load_state(self, loaded: dict[str, Any]) -> None:
+        """Where this rank holds the tied embedding twice, the last was loaded."""
+        super().load_state(loaded)
+        for copy in self.tied[:-1]:
+            with torch.no_grad():
+                copy.copy_(self.tied[-1])
+            for moment in state.MOMENTS:
+                moments = self.optimizer.state
+                moments[copy][moment].copy_(moments[self.tied[-1]][moment])
 
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         rows = max(len(batch.ids) for batch in batches)
-        self._current = [functions.prepare(batch.padded(rows)) for batch in batches]
+        self._current = equal_shapes([functions.prepare(batch.padded(rows)) for batch in batches])
         self._functions = functions
         inputs = [functions.inputs(batch) for batch in self._current]
         args = [torch.cat(values) for values in zip(*(c.args for c in inputs), strict=True)]
         shared = {k: torch.cat([c.shared[k] for c in inputs]) for k in inputs[0].shared}
         losses: list[Tensor] = []
-        index = torch.arange(len(batches), device=self.mesh.device)
+        index = torch.arange(len(batches), device="cpu")  # read on the host, without waiting
+        shapes = tuple(tuple(x.shape) for x in (*args, *shared.values()))
         with functions.autocast(), self._loss_context():
-            self._schedule(len(batches), tuple(inputs[0].args[0].shape)).step(
+            self._schedule(len(batches), shapes).step(
                 *(args if self.rank == 0 else ()),
                 target=index if self._is_last else None,
                 losses=losses if self._is_last else None,
                 return_outputs=False,
                 **shared,
             )
-        if self.tied:
-            (embedding,) = self.tied
-            local = (
-                redistributed_gradient(embedding).to_local()
-                if isinstance(embedding, DTensor)
-                else embedding.grad
-            )
-            dist.all_reduce(local, group=self._tied_group)
+        self._sum_tied()
         return [full_tensor(loss.detach()) / functions.scale for loss in losses]
+
+    def _sum_tied(self) -> None:
+        gradients: list[Any] = [
+            redistributed_gradient(p).to_local() if isinstance(p, DTensor) else p.grad
+            for p in self.tied
+        ]
+        for gradient in gradients[:-1]:
+            gradients[-1].add_(gradient)
+        if self._tied_group is not None:
+            dist.all_reduce(gradients[-1], group=self._tied_group)
+        for gradient in gradients[:-1]:
+            gradient.copy_(gradients[-1])
 
     @property
     def _is_last(self) -> bool:
         return self.rank == self.ranks - 1
 
-    def _schedule(self, count: int, shape: tuple[int, ...]) -> Any:
-        """One schedule per shape, since buffers between stages have a fixed shape."""
-        if (count, *shape) not in self._schedules:
+    def _schedule(self, count: int, shapes: tuple[tuple[int, ...], ...]) -> Any:
+        """One schedule per shapes, since buffers between stages have a fixed shape."""
+        if (count, *shapes) not in self._schedules:
             stages = [
                 PipelineStage(
                     part,
@@ -186,33 +213,65 @@ class PipelineEngine(TorchEngine):
                 for i, part in enumerate(self.parts)
             ]
             kind = SCHEDULES[self.options.schedule]
-            self._schedules[count, *shape] = kind(
+            self._schedules[count, *shapes] = kind(
                 stages if self.options.schedule in MANY_STAGES else stages[0],
                 n_microbatches=count,
                 loss_fn=self._loss,
                 scale_grads=False,
             )
-        return self._schedules[count, *shape]
+        return self._schedules[count, *shapes]
 
     def _loss(self, output: Any, index: Tensor) -> Tensor:
         assert self._functions is not None
         return self._functions.loss(output, self._current[int(index)]) * self._functions.scale
 
     def forward(self, inputs: Inputs) -> Any:
-        """One batch through all stages, for evaluation; the last rank returns the output."""
-        x: Any = inputs.args[0]
+        """One batch through all stages, for evaluation; the last rank returns the output. A search for
+        tokens runs on all ranks."""
+        if isinstance(inputs.args[-1], Search):
+            return staged_search(self, *inputs.args)
+        (x,) = inputs.args
         rows, time = x.shape
-        for stage in range(self.stages):
+        x = self.run_stages(
+            range(self.stages), x, (rows, time // self.sequence_shards), inputs.shared
+        )
+        return full_tensor(x) if self._is_last else None
+
+    def run_stages(
+        self, stages: range, x: Any, shape: tuple[int, int], shared: dict[str, Any]
+    ) -> Any:
+        """`x` through these stages; what passes from one to the next is [*shape, width]. Returns the
+        output on the rank of the last of them."""
+        for stage in stages:
             owner, local = stage % self.ranks, stage // self.ranks
             if owner == self.rank:
-                if stage > 0:
-                    x = torch.empty(
-                        rows, time // self.sequence_shards, self.width, device=self.mesh.device
-                    )
+                if stage > stages.start:
+                    x = torch.empty(*shape, self.width, device=self.mesh.device)
                     dist.recv(x, group=self.group, group_src=(stage - 1) % self.ranks)
-                x = self.parts[local](x, **inputs.shared)
-                if stage < self.stages - 1:
+                x = self.parts[local](x, **shared)
+                if stage < stages.stop - 1:
+                    first = x[0] if isinstance(x, tuple) else x
                     dist.send(
-                        x.float().contiguous(), group=self.group, group_dst=(stage + 1) % self.ranks
+                        first.float().contiguous(),
+                        group=self.group,
+                        group_dst=(stage + 1) % self.ranks,
                     )
-        return full_tensor(x) if self._is_last else None
+        return x
+
+
+def equal_shapes(batches: Sequence[Batch]) -> list[Batch]:
+    """Micro-batches padded to one shape, with ignored targets: texts may be longer in one of them than
+    in another."""
+    largest = {
+        name: [max(sizes) for sizes in zip(*(b[name].shape for b in batches), strict=True)]
+        for name in batches[0].tensors
+    }
+    return [b.adding(**{n: _padded(n, b[n], size) for n, size in largest.items()}) for b in batches]
+
+
+def _padded(name: str, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    missing = [want - have for want, have in zip(shape, tensor.shape, strict=True)]
+    if not any(missing):
+        return tensor
+    ends = [n for size in reversed(missing) for n in (0, size)]
+    return F.pad(tensor, ends, value=IGNORE if name == "targets" else 0)

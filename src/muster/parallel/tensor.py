@@ -1,7 +1,7 @@
 """Tensor parallelism: each rank holds a shard of every matrix and the ranks share one batch.
 
 A model's plan names how each layer is sharded; here the names become torch's ParallelStyles. With
-sequence parallelism the residual stream is sharded along the sequence.
+sequence parallelism the residual stream is sharded along the sequence, in models whose plan allows it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,22 @@ from muster.models.plan import ParallelPlan, Split
 from muster.recipe.distributed import TensorOptions
 
 
-def split(model: nn.Module, axis: DeviceMesh, plan: ParallelPlan, options: TensorOptions) -> None:
-    """In place, by the plan. A pattern of the plan that matches no layer is an error."""
+def split(
+    model: nn.Module,
+    axis: DeviceMesh,
+    plan: ParallelPlan,
+    options: TensorOptions,
+    *,
+    stage: bool = False,
+) -> None:
+    """In place, by the plan. A pattern of the plan that matches no layer is an error, except in a
+    `stage` of a pipeline, which holds only some of the model."""
     names = [name for name, _ in model.named_modules()]
-    children = {name for name, _ in model.named_children()}
     styles: dict[str, ParallelStyle] = {}
     for pattern, how in plan.tensor.items():
-        if pattern.split(".")[0] not in children:  # a pipeline stage holds only some of the model
-            continue
         if not fnmatch.filter(names, pattern):
+            if stage:
+                continue
             raise ValueError(f"the tensor plan's {pattern!r} matches no layer of the model")
         style = _style(how, plan, options, axis.size())
         if style is not None:
@@ -41,20 +48,27 @@ def split(model: nn.Module, axis: DeviceMesh, plan: ParallelPlan, options: Tenso
     parallelize_module(model, axis, styles)
 
 
+def shards_sequence(plan: ParallelPlan, options: TensorOptions) -> bool:
+    return options.sequence_parallel and plan.shards_sequence
+
+
 def _style(
     how: Split, plan: ParallelPlan, options: TensorOptions, size: int
 ) -> ParallelStyle | None:
-    stream: Placement = Shard(1) if options.sequence_parallel else Replicate()
+    sequence = shards_sequence(plan, options)
+    stream: Placement = Shard(1) if sequence else Replicate()
     logits = Shard(-1) if options.loss_parallel else Replicate()
     match how:
         case "embedding":
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        case "scatter" if options.sequence_parallel:
+        case "scatter" if sequence:
             return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
-        case "norm" if options.sequence_parallel:
+        case "norm" if sequence:
             return SequenceParallel()
         case "gather":
             return _Gather(stream)
+        case "gather-both":
+            return _Gather(stream, inputs=2)
         case "heads":
             return ColwiseParallel()
         case "column":
@@ -69,15 +83,17 @@ def _style(
 
 
 class _Gather(ParallelStyle):
-    """All-gathers the module's first input, once for all layers inside."""
+    """All-gathers the module's first inputs, once for all layers inside."""
 
-    def __init__(self, stream: Placement) -> None:
-        self.stream = stream
+    def __init__(self, stream: Placement, inputs: int = 1) -> None:
+        self.stream, self.inputs = stream, inputs
 
     def _apply(self, module: nn.Module, axis: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(
-            lambda _, args: (gathered(args[0], axis, self.stream), *args[1:])
-        )
+        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            whole = (gathered(x, axis, self.stream) for x in args[: self.inputs])
+            return (*whole, *args[self.inputs :])
+
+        module.register_forward_pre_hook(gather)
         return module
 
 

@@ -196,14 +196,15 @@ def _in_flight(choice: Choice, stage: Stage, workload: ModelCost) -> tuple[float
     layout = choice.layout
     stage_index = 0 if stage.first else layout.pipeline - 1 if stage.last else 1
     ahead = choice.microbatches if choice.schedule == "gpipe" else layout.pipeline - stage_index
-    inside = {m: h for m, h in workload.peaks.items() if stage.last or m.position.startswith("in ")}
+    inside = {
+        m: h
+        for m, h in workload.peaks.items()
+        if (stage.depths.get(m.region) if m.position.startswith("in ") else stage.last)
+    }
     working = max((h.activations for h in inside.values()), default=0)
     kept = workload.kept
     if not stage.last:  # without what comes after the blocks
-        stacks = {m.region for m in inside}
-        kept = min(
-            kept, sum(stage.layers * _kept_per_block(workload, s, stage.layers) for s in stacks)
-        )
+        kept = min(kept, sum(n * _kept_per_block(workload, s, n) for s, n in stage.depths.items()))
     return working, (min(ahead, choice.microbatches) - 1) * kept
 
 

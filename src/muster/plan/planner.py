@@ -171,9 +171,9 @@ class Planner:
         self, mode: ExecutionMode, stage: Stage, rows: int, *, costliest: bool
     ) -> ModelCost:
         profile = self._profile(mode, costliest)
-        depths = dict(self._depths)
-        if len(depths) == 1:
-            depths = dict.fromkeys(depths, stage.layers)
+        depths = self._depths
+        if not (stage.first and stage.last):
+            depths = {stack: stage.depths.get(stack, 0) for stack in depths}
         key = (id(profile), tuple(depths.values()), rows)
         if key not in self._workloads:
             self._workloads[key] = profile.workload(depths, rows)

@@ -8,7 +8,7 @@ tensors: there are no per-architecture formulas.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -104,13 +104,25 @@ class Profile:
         ops = list(_interpolate([t.ops for t in self.short], rows, 1.0))
         messages = list(_interpolate([t.messages for t in self.short], rows, 1.0))
         calls = float(self.short[0].calls.total())
+        empty = {stack for stack, depth in depths.items() if not depth}  # of a pipeline stage
+        ops, messages = (_without(found, empty) for found in (ops, messages))
         for stack, count in more.items():
-            added = [_middle(t.ops, stack) for t in self.longer[stack]]
-            ops += _interpolate(added, rows, count)
-            sent = [_middle(t.messages, stack) for t in self.longer[stack]]
-            messages += _interpolate(sent, rows, count)
+            if stack not in empty:
+                added = [_middle(t.ops, stack) for t in self.longer[stack]]
+                ops += _interpolate(added, rows, count)
+                sent = [_middle(t.messages, stack) for t in self.longer[stack]]
+                messages += _interpolate(sent, rows, count)
             calls += count * (self.longer[stack][0].calls.total() - self.short[0].calls.total())
         return ModelCost(ops, messages, calls, peaks)
+
+
+def _without(recorded: list[Any], stacks: Collection[str]) -> list[Any]:
+    """Without the operations of blocks of these stacks."""
+    return [
+        one
+        for one in recorded
+        if one[1].region not in stacks or not one[1].position.startswith("in ")
+    ]
 
 
 def _middle(recorded: Sequence[tuple[Any, TracePoint]], stack: str) -> list[tuple[Any, TracePoint]]:

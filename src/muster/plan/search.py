@@ -12,6 +12,7 @@ from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
 from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
+from muster.parallel.pipeline import check_schedule
 from muster.plan.memory import GIB, Choice
 from muster.plan.planner import Plan, Planner
 from muster.recipe.batch import BatchSizes, micro_batches, solve
@@ -153,7 +154,10 @@ class _Search:
         recipe, world, inner = self.recipe, self.world, self.planner.cluster.per_node
         if recipe.distributed.strategy != "auto":
             layout = layout_for(recipe.distributed, world, local_world=inner)
-            layout.check_model(self.planner.subject.plan, self.name)
+            plan, options = self.planner.subject.plan, recipe.distributed.pipeline_options
+            layout.check_model(plan, self.name)
+            if layout.pipeline > 1:
+                check_schedule(options, plan)
             yield layout
             return
         if world == 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout
-from muster.parallel.pipeline import cut_evenly, layer_costs
+from muster.parallel.pipeline import cut_evenly
 from muster.plan.subject import Subject
 
 FLOAT = 4  # bytes of a float32
@@ -48,11 +50,15 @@ class Stage:
     """What one pipeline rank holds; without a pipeline, everything."""
 
     parameters: tuple[LocalParameter, ...]
-    layers: int  # blocks, in all of its stages
+    depths: Mapping[str, int]  # blocks of each stack, in all of its stages
     first: bool
     last: bool
     buffers: int = 0  # bytes of the model's buffers, which are not sharded
     tied: bool = False  # the head shares the embedding's weight
+
+    @property
+    def layers(self) -> int:
+        return sum(self.depths.values())
 
     @cached_property
     def early(self) -> int:
@@ -92,7 +98,7 @@ def stages(
     plan, tensor_axis = subject.plan, (layout.tensor, tensor_rank)
     if layout.pipeline == 1:
         return [_stage([subject.model], plan, tensor_axis, first=True, last=True)]
-    cuts = cut_evenly(layer_costs(plan), layout.pipeline * per_rank)
+    cuts = cut_evenly(plan.costs, layout.pipeline * per_rank)
     found = []
     for rank in range(layout.pipeline):
         with torch.device("meta"):
@@ -112,16 +118,16 @@ def _stage(
     last: bool,
 ) -> Stage:
     parameters: list[LocalParameter] = []
-    layers = 0
+    depths: Counter[str] = Counter()
     for i, part in enumerate(parts):
         blocks = [n for n, m in part.named_modules() if type(m).__name__ in plan.blocks]
-        layers += len(blocks)
+        depths.update(block.rpartition(".")[0] for block in blocks)
         for name, p in part.named_parameters():
             block = next((b for b in blocks if name.startswith(f"{b}.")), None)
             shape = local_shape(name, tuple(p.shape), plan, *tensor_axis)
             parameters.append(LocalParameter(name, shape, p.requires_grad, (i, block)))
     buffers = sum(b.numel() * b.element_size() for part in parts for b in part.buffers())
-    return Stage(tuple(parameters), layers, first, last, buffers, plan.tied)
+    return Stage(tuple(parameters), depths, first, last, buffers, plan.tied is not None)
 
 
 def local_shape(

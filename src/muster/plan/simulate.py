@@ -108,7 +108,7 @@ def representative_ranks(layout: Layout, plan: ParallelPlan, stages_per_rank: in
     """
     if layout.pipeline * stages_per_rank > plan.layers or layout.pipeline == 1:
         return [0]  # too many stages are refused when they are built
-    cuts = pipeline.cut_evenly(pipeline.layer_costs(plan), layout.pipeline * stages_per_rank)
+    cuts = pipeline.cut_evenly(plan.costs, layout.pipeline * stages_per_rank)
     layers = [
         sum(stop - start for start, stop in cuts[stage :: layout.pipeline])
         for stage in range(layout.pipeline)
@@ -241,6 +241,12 @@ class _Rank:
             raise MusterError(
                 f"simulation: pipelines on a fake cluster need torch 2.13, this is {torch.__version__}; "
                 "upgrade torch, or simulate a layout with distributed.pipeline=1"
+            )
+        if self.layout.pipeline > 1 and self.recipe.task == "speech-seq2seq":
+            raise MusterError(
+                f"simulation: {self.layout} sends two tensors between the stages of an encoder and a "
+                "decoder, which the fake cluster does not; leave out --simulate, or simulate a layout "
+                "with distributed.pipeline=1"
             )
         if self.layout.only_replicas:
             refuse_conflicts(self.recipe, self.layout)

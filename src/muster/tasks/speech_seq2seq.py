@@ -31,7 +31,7 @@ from muster.models.huggingface import folder as huggingface
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.folder import Generation
-from muster.models.whisper.model import FreshWhisper, Whisper, WhisperConfig
+from muster.models.whisper.model import FreshWhisper, Whisper, WhisperConfig, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
 from muster.tasks.base import AnyRank, Counts, Lengths, Score
@@ -111,9 +111,7 @@ class SpeechSeq2Seq:
         return model
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError(
-            "distributed.strategy: Whisper cannot be split into pipeline stages; use ddp or fsdp"
-        )
+        return WhisperPart(self.config, start, stop)
 
     def weights(self) -> Weights:
         base: Weights = FreshWhisper(self.recipe.seed)
@@ -196,7 +194,7 @@ class SpeechSeq2Seq:
         return dataclasses.replace(batch, tensors=prepared)  # without the waveforms
 
     def inputs(self, batch: Batch) -> Inputs:
-        return Inputs((batch["features"], batch["tokens"]))
+        return Inputs((batch["features"],), {"tokens": batch["tokens"]})
 
     def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
         return self.generation_inputs(batch["features"], any_rank)

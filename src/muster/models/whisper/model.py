@@ -12,11 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Cache
-from muster.models.decoder import TiedHead
+from muster.models.decoder import Part, TiedHead
 from muster.models.plan import ParallelPlan
 from muster.models.weights import FreshWeights, Region
+from muster.models.whisper.plan import parallel_plan
 from muster.models.whisper.search import Search, generate
 
 SOURCE_POSITIONS = "model.encoder.embed_positions.weight"
@@ -58,7 +60,7 @@ class WhisperCache(Cache):
 class WhisperAttention(nn.Module):
     def __init__(self, width: int, heads: int, layer: int = 0) -> None:
         super().__init__()
-        self.heads, self.layer = heads, layer
+        self.head_size, self.layer = width // heads, layer
         self.k_proj = nn.Linear(width, width, bias=False)
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, width)
@@ -71,7 +73,8 @@ class WhisperAttention(nn.Module):
         cache: WhisperCache | None = None,
         causal: bool = False,
     ) -> Tensor:
-        """x [batch, time, width] attends to itself, or to `encoded` [batch, source, width]."""
+        """x [batch, time, width] attends to itself, or to `encoded` [batch, source, width]. The
+        number of heads is read off the projections: a rank may hold some of them."""
         q = self._heads(self.q_proj(x))
         if cache is not None and encoded is not None and self.layer in cache.encoded:
             k, v = cache.encoded[self.layer]
@@ -88,7 +91,7 @@ class WhisperAttention(nn.Module):
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class WhisperEncoderLayer(nn.Module):
@@ -138,50 +141,66 @@ class ConvGELU(nn.Conv1d):
 
 
 class WhisperEncoder(nn.Module):
-    """Frames `[batch, frames, mels]` to states `[batch, frames / 2, width]`."""
+    """Frames `[batch, frames, mels]` to states `[batch, frames / 2, width]`; a part that does not begin
+    at the first layer, states to states."""
 
-    def __init__(self, config: WhisperConfig) -> None:
+    def __init__(self, config: WhisperConfig, part: Part | None = None) -> None:
         super().__init__()
-        self.conv1 = ConvGELU(config.mels, config.width, kernel_size=3, padding=1)
-        self.conv2 = ConvGELU(config.width, config.width, kernel_size=3, stride=2, padding=1)
-        self.embed_positions = nn.Embedding(config.source_positions, config.width)
-        self.embed_positions.requires_grad_(False)
-        layers = range(config.encoder_layers)
-        self.layers = nn.ModuleList([WhisperEncoderLayer(config) for _ in layers])
-        self.layer_norm = nn.LayerNorm(config.width)
+        part = part or Part(0, config.encoder_layers, config.encoder_layers)
+        self.part = part
+        if part.first:
+            self.conv1 = ConvGELU(config.mels, config.width, kernel_size=3, padding=1)
+            self.conv2 = ConvGELU(config.width, config.width, kernel_size=3, stride=2, padding=1)
+            self.embed_positions = nn.Embedding(config.source_positions, config.width)
+            self.embed_positions.requires_grad_(False)
+        layers = range(part.start, part.stop)
+        self.layers = nn.ModuleDict({str(i): WhisperEncoderLayer(config) for i in layers})
+        self.layer_norm = nn.LayerNorm(config.width) if part.last else None
         self.dropout = config.dropout
 
-    def forward(self, features: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        if self.part.first:
+            x = self._embed(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.layer_norm(x) if self.layer_norm is not None else x
+
+    def _embed(self, features: Tensor) -> Tensor:
         frames, most = features.shape[1], 2 * self.embed_positions.num_embeddings
         if frames % 2 or not 0 < frames <= most:
             raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
         x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
         x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
-        x = drop(self, x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.layer_norm(x)
+        return drop(self, x)
 
 
 class WhisperDecoder(nn.Module):
-    """Tokens `[batch, time]` and the encoder's output to states `[batch, time, width]`."""
+    """Tokens `[batch, time]` and the encoder's output to states `[batch, time, width]`; a part that
+    does not begin at the first layer, states to states."""
 
-    def __init__(self, config: WhisperConfig) -> None:
+    def __init__(self, config: WhisperConfig, part: Part | None = None) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab, config.width)
-        self.embed_positions = nn.Embedding(config.target_positions, config.width)
-        layers = range(config.decoder_layers)
-        self.layers = nn.ModuleList([WhisperDecoderLayer(config, i) for i in layers])
-        self.layer_norm = nn.LayerNorm(config.width)
+        part = part or Part(0, config.decoder_layers, config.decoder_layers)
+        self.part = part
+        if part.first or part.last:  # the head's weight too
+            self.embed_tokens = nn.Embedding(config.vocab, config.width)
+        if part.first:
+            self.embed_positions = nn.Embedding(config.target_positions, config.width)
+        layers = range(part.start, part.stop)
+        self.layers = nn.ModuleDict({str(i): WhisperDecoderLayer(config, i) for i in layers})
+        self.layer_norm = nn.LayerNorm(config.width) if part.last else None
         self.dropout = config.dropout
 
-    def forward(self, tokens: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
-        past = cache.length if cache is not None else 0
-        positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        x = drop(self, self.embed_tokens(tokens) + self.embed_positions(positions))
-        for layer in self.layers:
+    def forward(self, x: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
+        if self.part.first:
+            x = self._embed(x, cache.length if cache is not None else 0)
+        for layer in self.layers.values():
             x = layer(x, encoded, cache)
-        return self.layer_norm(x)
+        return self.layer_norm(x) if self.layer_norm is not None else x
+
+    def _embed(self, tokens: Tensor, past: int) -> Tensor:
+        positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
+        return drop(self, self.embed_tokens(tokens) + self.embed_positions(positions))
 
 
 class Whisper(nn.Module):
@@ -210,19 +229,57 @@ class Whisper(nn.Module):
 
     @property
     def plan(self) -> ParallelPlan:
-        config = self.config
-        return ParallelPlan(
-            blocks=(WhisperEncoderLayer.__name__, WhisperDecoderLayer.__name__),
-            compiled=("model.encoder.conv1", "model.encoder.conv2", "proj_out"),
-            heads=math.gcd(config.encoder_heads, config.decoder_heads),
-            kv_heads=math.gcd(config.encoder_heads, config.decoder_heads),
-            vocab=config.vocab,
-            hidden=config.decoder_hidden,
-            width=config.width,
-            head_cost=config.vocab * config.width,
-            tied=True,
-            cast_weights=True,
-        )
+        return parallel_plan(self.config)
+
+
+class WhisperPart(nn.Module):
+    """Layers `start` … `stop - 1` of a Whisper, the encoder's first, for one stage of a pipeline.
+    Parameters keep the names they have in the whole.
+
+    A stage that ends in the encoder, or with it, passes on states `[batch, source, width]`; one that
+    ends in the decoder also the encoder's output, which every layer of the decoder attends to.
+    """
+
+    def __init__(self, config: WhisperConfig, start: int, stop: int) -> None:
+        super().__init__()
+        self.config = config
+        heard, said = config.encoder_layers, config.decoder_layers
+        self.encodes, self.decodes = start < heard, stop > heard
+        self.model = nn.ModuleDict()
+        if self.encodes:
+            self.model["encoder"] = WhisperEncoder(config, Part(start, min(stop, heard), heard))
+        self.proj_out: TiedHead | None = None
+        self.embeds = False
+        if self.decodes:
+            part = Part(max(start - heard, 0), stop - heard, said)
+            decoder = self.model["decoder"] = WhisperDecoder(config, part)
+            self.embeds = part.first
+            if part.last:
+                self.proj_out = TiedHead(decoder.embed_tokens)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoded: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        cache: WhisperCache | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`x` [batch, frames, mels] or states; `encoded` [batch, source, width] from the stage before.
+        Without `tokens` [batch, time] only the encoder's layers run, given `encoded` only the
+        decoder's. Returns logits in the last stage."""
+        if self.encodes and encoded is None:
+            x = self.model["encoder"](x).contiguous()  # the convolutions leave it transposed
+        if not self.decodes or tokens is None:
+            return x
+        if encoded is None:
+            encoded = x  # the encoder ends in this stage, or at the end of the one before
+        x = self.model["decoder"](tokens if self.embeds else x, encoded, cache)
+        return (x, encoded) if self.proj_out is None else self.proj_out(x)
+
+    @property
+    def plan(self) -> ParallelPlan:
+        return parallel_plan(self.config)
 
 
 class _CachedDecoder:
@@ -234,11 +291,18 @@ class _CachedDecoder:
     def next(self, tokens: Tensor) -> Tensor:
         """Logits [rows, vocab], float32, of what follows `tokens` [rows, time] and all before."""
         x = self.model.model["decoder"](tokens, self.encoded, self.cache)
-        logits = self.model.proj_out(x[:, -1])
-        return logits[:, : self.model.config.vocab].float()
+        return next_logits(self.model.proj_out(x[:, -1:]), self.model.config.vocab)
 
     def select(self, rows: Tensor) -> None:
         self.cache.select(rows)
+
+
+def next_logits(logits: Tensor, vocab: int) -> Tensor:
+    """[rows, vocab], float32, of the last of [rows, time, vocab or more], which tensor ranks may hold in
+    shards."""
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    return logits[:, -1, :vocab].float()
 
 
 def drop(module: nn.Module, x: Tensor) -> Tensor:
