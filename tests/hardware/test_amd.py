@@ -199,7 +199,7 @@ def test_another_torch_cannot_use_them_and_the_inventory_says_so(rocm, tmp_path)
     found = inventory.detect(rocm)
     assert found.gpus == ()
     assert found.rank_count() == 1
-    assert found.describe_hidden() == ["GPU 0, 1, 2 hidden since torch here is not built for ROCm"]
+    assert found.describe_hidden() == ["GPU 0, 1, 2 hidden since torch is not built for ROCm"]
 
 
 def test_a_device_the_container_was_not_given_is_not_counted(rocm):

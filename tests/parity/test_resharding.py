@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.check.parity import TOLERANCE, TrainingCurve, distance, short_recipe, training_curve
+from muster.check.parity import (
+    TOLERANCE,
+    CurveDistance,
+    TrainingCurve,
+    distance,
+    short_recipe,
+    training_curve,
+)
 from muster.recipe.load import load
 from parity.table import RECIPES, overrides_for
 
@@ -94,7 +101,8 @@ def test_a_checkpoint_continues_under_any_layout(
     ranks, straight, small_corpus, tmp_path, record_property, saver, loader
 ):
     went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader)
-    assert_continued(straight, went_on, saver, loader, "gpt")
+    found = assert_continued(straight, went_on, saver, loader, "gpt")
+    record_property("row", f"| {saver} | {loader} | {found}")
 
 
 @pytest.mark.parametrize(
@@ -110,17 +118,19 @@ def test_a_checkpoint_continues_under_any_layout(
         pytest.param("tensor 2", "tensor 2", marks=pytest.mark.full),
     ],
 )
-def test_whisper_continues_under_any_layout(ranks, straight, small_corpus, tmp_path, saver, loader):
+def test_whisper_continues_under_any_layout(
+    ranks, straight, small_corpus, tmp_path, record_property, saver, loader
+):
     model = "whisper-heads"
     went_on = continued(ranks, straight, small_corpus, tmp_path, saver, loader, model)
-    assert_continued(straight, went_on, saver, loader, model)
+    found = assert_continued(straight, went_on, saver, loader, model)
+    record_property("row", f"| {saver} | {loader} | {found}")
 
 
-def assert_continued(straight, went_on, saver: str, loader: str, model: str) -> None:
+def assert_continued(straight, went_on, saver: str, loader: str, model: str) -> CurveDistance:
     reference = straight("alone", model)[0]
     tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, went_on)
-    record_property("row", f"| {saver} | {loader} | {found}")
     assert len(went_on.losses) == STEPS - SAVED
     assert found.small, found
     if saver == loader:
@@ -128,6 +138,7 @@ def assert_continued(straight, went_on, saver: str, loader: str, model: str) -> 
         assert went_on.losses == unbroken.losses[SAVED:]
         assert went_on.norms == unbroken.norms[SAVED:]
         assert all(torch.equal(went_on.weights[n], w) for n, w in unbroken.weights.items())
+    return found
 
 
 def test_the_comparison_notices_a_lost_optimizer(ranks, straight, small_corpus, tmp_path):
