@@ -7,7 +7,7 @@ usage() {
   cat <<'TEXT'
 ./run_tests.sh              linters, then tests of every law, every verb and every system's main path
 ./run_tests.sh --full       the same with long series of kills, complete tables, broken lessons, and mypy
-./run_tests.sh --gpu        the same with what needs an NVIDIA GPU
+./run_tests.sh --gpu        on NVIDIA GPUs, one or more: strategies, checkpoints, failures over NCCL (docs/rehearsal.md)
 ./run_tests.sh --guides     the commands of the guides behind systems/, as printed, by torchrun, deepspeed, srun, mpirun
 ./run_tests.sh --mutations  plants each fault of tests/mutations.yaml and sees its test fail
 ./run_tests.sh tests/train -k parity    anything else goes to pytest, in one process
@@ -34,6 +34,10 @@ if [ ${#others[@]} -gt 0 ]; then
 fi
 workers=(-n 3 --no-loadscope-reorder)
 case " ${sets[*]} " in
+  *" --gpu "*)
+    [ ${#sets[@]} = 1 ] || { echo "error: --gpu is a set of its own; leave out the others" >&2; exit 2; }
+    exec "$bin/python" -m pytest --gpu # one process: ranks that share a GPU slow each other down
+    ;;
   *" --guides "*)
     [ ${#sets[@]} = 1 ] || { echo "error: --guides is a set of its own; leave out the others" >&2; exit 2; }
     exec "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \

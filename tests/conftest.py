@@ -24,7 +24,7 @@ LONG = ("launch", "systems", "plan", "parity", "train")
 SETS = {
     "full": "long storms and complete tables",
     "guides": "every command of the guides, as printed, by real launchers",
-    "gpu": "what needs an NVIDIA GPU",
+    "gpu": "on NVIDIA GPUs, which ranks share where there are too few",
 }
 
 

@@ -38,6 +38,10 @@ set_up() {
       return 1
     fi
   fi
+  if [ -d /sys/class/kfd ] && [ ! -e /dev/nvidiactl ] && [ -z "${PIP_EXTRA_INDEX_URL:-}" ]; then
+    echo "AMD's compute driver is here, and torch will be installed without ROCm. For AMD GPUs, stop and name" \
+      "the index of its ROCm builds: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm6.4 (or newer)"
+  fi
   echo "Installing muster and what it needs (once; a few minutes) …"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
     -c "$root/constraints.txt" -e "$what"

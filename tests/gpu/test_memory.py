@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from muster import runs
 from muster.train.loop import train
+from pool import RankPool
 from processes import muster, python_path
 from training import make_job
 
@@ -22,7 +22,7 @@ if os.environ.get("RANK") == "1":
     import torch
     real = torch.cuda.set_per_process_memory_fraction
     def tight(fraction, device=None):
-        real(min(fraction, 2**30 / torch.cuda.get_device_properties(device).total_memory), device)
+        real(min(fraction, 3 * 2**27 / torch.cuda.get_device_properties(device).total_memory), device)
     torch.cuda.set_per_process_memory_fraction = tight
 """
 
@@ -30,7 +30,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize("shrinks", [True, False])
 def test_one_rank_runs_out_of_memory(recipe, tmp_path, shrinks):
     (tmp_path / "sitecustomize.py").write_text(TIGHT)
-    words = ["training.global_batch_size=96", "data.sequence_length=512", "training.steps=4"]
+    words = ["training.global_batch_size=64", "data.sequence_length=256", "training.steps=4"]
     words += ["training.on_oom=shrink"] if shrinks else []
     words += [
         "distributed.strategy=ddp",
@@ -56,22 +56,8 @@ def test_one_rank_runs_out_of_memory(recipe, tmp_path, shrinks):
 
 
 LAYOUTS = {
-    "ddp 2": (2, "ddp"),
-    "ddp 4": (4, "ddp"),
-    "fsdp 2": (2, "fsdp"),
     "fsdp 4": (4, "fsdp"),
-    "fsdp shard_grad_op 4": (4, "fsdp", "distributed.fsdp.sharding=shard_grad_op"),
-    "hsdp 2 × 2": (4, "hsdp", "distributed.replicate=2", "distributed.shard=2"),
-    "zero1 2": (2, "zero1"),
-    "zero2 2": (2, "zero2"),
-    "zero2 4": (4, "zero2"),
-    "zero3 2": (2, "zero3"),
-    "zero3 4": (4, "zero3"),
     "tensor 2": (2, "tensor"),
-    "tensor 4": (4, "tensor"),
-    "pipeline 2": (2, "pipeline"),
-    "pipeline 4": (4, "pipeline"),
-    "tensor 2 × fsdp 2": (4, "hybrid", "distributed.tensor=2"),
     "pipeline 2 × fsdp 2": (4, "hybrid", "distributed.pipeline=2"),
 }
 SIZES = ["training.steps=3", "training.global_batch_size=16", "data.sequence_length=256"]
@@ -80,25 +66,25 @@ SIZES += ["training.precision=fp32", "evaluation.final=false", "checkpoint.final
 
 def measure(mesh, folder: str, options: list[str]) -> tuple[float, float]:
     """GiB of this rank at its peak, and of the rank that needs most by the plan."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     job = make_job(mesh, folder, [*SIZES, *options], "gpt2")
     train(job)
     job.observer.close()
     mesh.barrier()
     planned = json.loads(Path(folder, "plan.json").read_text())
-    return (torch.cuda.max_memory_allocated() - before) / 2**30, planned["memory_gib"]
+    return torch.cuda.max_memory_allocated() / 2**30, planned["memory_gib"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_rank_takes_what_was_planned(ranks, tmp_path, record_property, layout):
+def test_each_rank_takes_what_was_planned(tmp_path, record_property, layout):
+    """In processes of its own: nothing of another engine is left there."""
     world, strategy, *options = LAYOUTS[layout]
-    options = [f"distributed.strategy={strategy}", *options]
-    found = ranks(world)(measure, str(tmp_path), options)
+    pool = RankPool(world)
+    try:
+        found = pool(measure, str(tmp_path), [f"distributed.strategy={strategy}", *options])
+    finally:
+        pool.close()
     measured, planned = max(peak for peak, _ in found), found[0][1]
     record_property(
         "row", f"| {layout} | {planned:.2f} | {measured:.2f} | {measured / planned:.3f}"
     )
-    assert measured == pytest.approx(planned, rel=0.1)
+    assert measured == pytest.approx(planned, rel=0.05)

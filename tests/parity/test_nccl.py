@@ -18,11 +18,9 @@ BF16_LOSS, BF16_NORM = 2e-3, 2e-2
     ("strategy", "world", "model"),
     [
         ("ddp", 2, "gpt"),
-        ("ddp", 2, "llama"),
         ("ddp", 2, "whisper"),
         ("fsdp", 2, "gpt"),
         ("fsdp", 4, "llama"),
-        ("fsdp", 2, "whisper"),
         ("zero2", 2, "gpt"),
         ("tensor", 2, "gpt"),
         ("pipeline 1f1b", 2, "llama"),

@@ -41,6 +41,18 @@ WHISPER = LAYOUTS | {
 # One back to itself, bit for bit. All pairs, and the 2-D layout, with --full.
 ORDINARY = {("ddp 2", "fsdp 2"), ("fsdp 2", "zero3 2"), ("zero3 2", "alone")}
 ORDINARY |= {("zero3 2", "zero3 2")}
+ON_GPUS = ORDINARY | {
+    ("fsdp 2", "fsdp 2"),
+    ("ddp 2", "fsdp 4"),
+    ("fsdp 4", "tensor 2 × pipeline 2"),
+}
+ON_GPUS |= {("tensor 2 × pipeline 2", "ddp 2"), ("ddp 2", "ddp 2")}
+
+
+def marks_of(pair: tuple[str, str]) -> list[pytest.MarkDecorator]:
+    return ([pytest.mark.both] if pair in ON_GPUS else []) + (
+        [] if pair in ORDINARY else [pytest.mark.full]
+    )
 
 
 def train_on(
@@ -89,13 +101,7 @@ def continued(
 
 @pytest.mark.parametrize(
     ("saver", "loader"),
-    [
-        pytest.param(
-            s, x, marks=[pytest.mark.both, *([] if (s, x) in ORDINARY else [pytest.mark.full])]
-        )
-        for s in SAVERS
-        for x in LAYOUTS
-    ],
+    [pytest.param(s, x, marks=marks_of((s, x))) for s in SAVERS for x in LAYOUTS],
 )
 def test_a_checkpoint_continues_under_any_layout(
     ranks, straight, small_corpus, tmp_path, record_property, saver, loader
