@@ -45,6 +45,34 @@ def train_and_finish(mesh, folder: str, overrides: list[str]):
     return met, finish(job, run, done)
 
 
+def agree(mesh, folder: str, lr: list[float], shown: list[bool]) -> str:
+    """Rank 1 may have another learning rate, or not see the run directory."""
+    from muster.errors import LaunchError
+    from muster.recipe.load import load
+    from muster.worker.main import _check_agreement
+
+    path = Path(folder) if shown[mesh.rank] else Path(folder, "elsewhere")
+    try:
+        _check_agreement(load("gpt-micro", [f"training.lr={lr[mesh.rank]}"]), path, mesh)
+    except LaunchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("lr", "shown", "words"),
+    [
+        ([1e-3, 1e-3], [True, True], ""),
+        ([1e-3, 2e-3], [True, True], "rank 1 has another recipe than rank 0"),
+        ([1e-3, 1e-3], [True, False], "does not exist on "),
+    ],
+)
+def test_ranks_agree_on_recipe_and_run_directory_or_none_trains(ranks, tmp_path, lr, shown, words):
+    (tmp_path / "run.json").write_text("{}")
+    for said in ranks(2)(agree, str(tmp_path), lr, shown):
+        assert (words in said) if words else not said
+
+
 @pytest.mark.parametrize("kept_gib", [0, 1])
 def test_results_count_each_clip_that_broke_on_any_rank_once(
     ranks, half_broken, tmp_path, kept_gib

@@ -81,7 +81,7 @@ def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
         with memory.oom_context(job, step, "optimizer step"):
             job.engine.step(done.lr)
     job.engine.zero_grad()
-    _check_finite(job, step, done.finite, done.batches, done.losses)
+    _check_finite(job, step, done)
     _record(job, step, done)
     job.checkpoints.check()
     return done.stop
@@ -173,12 +173,10 @@ def _accumulate(
         batches = job.loader.micro_batches(step)
 
 
-def _check_finite(
-    job: Job, step: int, finite: bool, batches: Sequence[Batch], losses: Sequence[Tensor]
-) -> None:
+def _check_finite(job: Job, step: int, done: _Step) -> None:
     """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
-    overflow = job.scale.update(finite)
-    if finite:
+    overflow = job.scale.update(done.finite)
+    if done.finite:
         job.bad_steps = 0
         return
     if overflow:
@@ -187,7 +185,7 @@ def _check_finite(
     job.bad_steps += 1
     suspects = [  # ranks without the loss have none
         i
-        for b, loss in zip(batches, losses, strict=False)
+        for b, loss in zip(done.batches, done.losses, strict=False)
         if not math.isfinite(loss)
         for i in b.ids
     ]

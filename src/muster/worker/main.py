@@ -86,32 +86,25 @@ def connect_ranks(
         dist.broadcast_object_list(told)
     path, first = Path(told[0]), told[1]
     recipe = settle_as(recipe, first)
-    _check_shared(path, mesh)
-    _check_same_recipe(recipe, mesh)
+    _check_agreement(recipe, path, mesh)
     return mesh, runs.Run(path), recipe
 
 
-def _check_shared(folder: Path, mesh: Mesh) -> None:
-    """All nodes write parts of a checkpoint, so all of them must see the same run directory."""
-    blind = [
-        host
-        for host, sees in mesh.gather((os.uname().nodename, (folder / "run.json").is_file()))
-        if not sees
-    ]
-    if blind:
+def _check_agreement(recipe: Recipe, folder: Path, mesh: Mesh) -> None:
+    """All nodes write parts of a checkpoint, so all of them must see the same run directory; and all ranks
+    must train the same recipe."""
+    digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+    sees = (folder / "run.json").is_file()
+    found = mesh.gather((os.uname().nodename, sees, digest))
+    if blind := sorted({host for host, sees, _ in found if not sees}):
         raise LaunchError(
-            f"rank 0's run directory {folder} does not exist on {', '.join(sorted(set(blind)))}; put "
-            "logging.dir on storage that all nodes share"
+            f"rank 0's run directory {folder} does not exist on {', '.join(blind)}; put logging.dir on "
+            "storage that all nodes share"
         )
-
-
-def _check_same_recipe(recipe: Recipe, mesh: Mesh) -> None:
-    digests = mesh.gather(hashlib.sha256(recipe.model_dump_json().encode()).hexdigest())
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
+    if other := [rank for rank, (_, _, theirs) in enumerate(found) if theirs != found[0][2]]:
         raise LaunchError(
-            f"rank {different[0]} has another recipe than rank 0; give every rank the same recipe and "
-            "the same key=value words"
+            f"rank {other[0]} has another recipe than rank 0; give every rank the same recipe and the "
+            "same key=value words"
         )
 
 
