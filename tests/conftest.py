@@ -41,6 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if ordinary and config.args == config.getini("testpaths"):
         config.pluginmanager.register(Budget(), "budget")
     if config.getoption("--gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit("--gpu: torch finds no GPU here", returncode=2)
         os.environ["MUSTER_REHEARSE"] = "1"  # ranks share GPUs
     folder = Path(tempfile.mkdtemp(prefix="muster-tests-"))
     before = os.environ.get(CACHE)

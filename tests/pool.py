@@ -22,6 +22,7 @@ LIMIT_S = 120.0
 
 def live(rank: int, world: int, store_path: str, descriptor: int) -> None:
     """A rank's whole life: do what comes through the pipe until it is closed."""
+    import torch
     import torch.distributed as dist
 
     from muster.hardware import rehearsal
@@ -30,8 +31,10 @@ def live(rank: int, world: int, store_path: str, descriptor: int) -> None:
 
     pipe = Connection(descriptor)
     store = dist.FileStore(store_path, world)
-    backend = "auto" if rehearsal.active() else "gloo"
+    on_gpus = rehearsal.active() and torch.cuda.is_available()
+    backend = "nccl" if on_gpus else "gloo"
     mesh = meshes.join(rank, rank, Layout(replicate=world), backend, LIMIT_S, store)
+    assert ("cuda:nccl" in dist.get_backend_config()) == on_gpus
     while True:
         try:
             path, order = pickle.loads(pipe.recv_bytes())

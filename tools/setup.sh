@@ -55,6 +55,7 @@ use_muster() {
     [ "$(dirname "$candidate")" -ef "$venv/bin" ] && break # .venv is active: set_up knows its state
     if has_muster "$candidate"; then
       python=$candidate
+      echo "Using $candidate, which has muster." >&2
       return
     fi
   done

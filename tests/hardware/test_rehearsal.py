@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import pool
+from muster.bench import ranks as bench_ranks
+from muster.bench.scaling import most_ranks
 from muster.check import devices, judge, ranks
+from muster.check.context import Options
 from muster.check.findings import RankNames
 from muster.errors import LaunchError
 from muster.hardware import environment, rehearsal
 from muster.hardware.devices import Gpu, Hidden
 from muster.hardware.inventory import Inventory
 from muster.launch import addresses, rendezvous
-from muster.launch.cluster import RankInfo
+from muster.launch.cluster import Node, RankInfo
 from muster.parallel import mesh as meshes
 
 H200 = Gpu(0, "NVIDIA H200", 140.0, "GPU-1")
@@ -132,16 +137,56 @@ def test_masked_gpus_and_small_ones_of_a_display_leave_the_cpu():
         meshes.refuse_unusable_gpus(Inventory((), 8, 32.0, "box", hidden=hidden))
 
 
-def test_the_check_notes_that_gpus_are_shared_and_judges_no_speed(monkeypatch, rehearsing):
+def test_the_check_notes_that_gpus_are_shared(monkeypatch, rehearsing):
     where = {"host": "box", "net": 1, "local_world": 2, "address": "127.0.0.1"}
     names = RankNames({rank: {**where, "local_rank": rank} for rank in range(2)})
     gpu = {"index": 0, "memory_gib": 140.0, "free_gib": 139.0, "ecc_errors": 0, "xids": []}
     report = {"devices": "1 × NVIDIA H200", "gpus": [{**gpu, "pids": []}], "hidden": []}
-    (note,) = devices.judge({0: report, 1: {}}, names)
+    seen = {"uuids": ["GPU-1"]}
+    (note,) = devices.judge({0: report | seen, 1: seen}, names)
     assert (note.status, "2 ranks share 1 × NVIDIA H200" in note.words) == ("note", True)
     both = {"uuid": "GPU-1", "bound": True, "contexts": {}, "device": "cuda:0", "name": "H200"}
     assert [f.status for f in ranks.judge({0: both, 1: both}, names)] == ["ok"]
     monkeypatch.delenv(rehearsal.VARIABLE)
     (fail,) = ranks.judge({0: both, 1: both}, names)
     assert "--rehearse N" in fail.cure
-    assert [step.name for step in judge.STEPS if step.timed] == ["balance", "links"]
+
+
+def test_the_check_does_not_send_ranks_what_compares_speeds(rehearsing):
+    class Messages:
+        def post(self, *_: object) -> None:
+            raise AssertionError("ranks were sent a step")
+
+    one = judge.Judge(Messages(), 2, Options())
+    for step in judge.STEPS:
+        if step.name in ("balance", "links", "data"):
+            (note,) = one._run_step(step)
+            assert (note.status, rehearsal.WORDS in note.words) == ("note", True)
+
+
+def test_times_are_not_measured_in_a_rehearsal(rehearsing):
+    for measure in (lambda: most_ranks(2), lambda: bench_ranks.measure("overlap", {}, 2, Node())):
+        with pytest.raises(LaunchError, match=r"measures times, and ranks share GPUs"):
+            measure()
+
+
+def rehearse_on(mesh, total: int) -> tuple[str, int, float]:
+    """What a rank that joins is told of its GPU, which is pretended; and its host for NCCL."""
+    limits: list[float] = []
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(total_memory=total, uuid="GPU-1")
+    torch.cuda.set_per_process_memory_fraction = lambda share, _: limits.append(share)
+    ranks = meshes._share_gpu(torch.device("cuda", 0), mesh.world)
+    return os.environ.get("NCCL_HOSTID", ""), ranks, limits[0]
+
+
+def test_ranks_that_join_have_hosts_and_shares_of_their_own(rehearsing):
+    """A pool of its own: the variable holds while the ranks join."""
+    own = pool.RankPool(2)
+    try:
+        found = own(rehearse_on, 140 * 2**30)
+    finally:
+        own.close()
+    assert len({host for host, _, _ in found}) == 2
+    assert all(host for host, _, _ in found)
+    share = (70 * 2**30 - rehearsal.CONTEXT_BYTES) / (140 * 2**30)
+    assert [(ranks, limit) for _, ranks, limit in found] == [(2, share)] * 2

@@ -50,11 +50,11 @@ def test_checkpointing_activations_changes_nothing(course_of, strategy, mode):
     assert found.small, found
 
 
-def skip_one(mesh, stage: int) -> list[bool]:
+def skip_one(mesh, stage: int, offload: str) -> list[bool]:
     """A step whose loss is not finite although every gradient is."""
     from parallel.models import GPT, LR, make_batch, make_engine, make_functions, micro_batches
 
-    options = {"strategy": f"zero{stage}"}
+    options = {"strategy": f"zero{stage}", "deepspeed": {"offload_optimizer": offload}}
     engine = make_engine(mesh, GPT, options)
     batch = make_batch(GPT, 8)
     pieces, functions = micro_batches(mesh, options, batch, 2), make_functions(batch.units)
@@ -74,7 +74,14 @@ def skip_one(mesh, stage: int) -> list[bool]:
     return [kept, moved]
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(s, marks=pytest.mark.full) for s in (2, 3))])
-def test_zero_forgets_the_gradients_of_a_skipped_step(ranks, stage):
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [
+        (1, "none"),
+        (2, "cpu"),
+        *(pytest.param(*c, marks=pytest.mark.full) for c in ((2, "none"), (3, "none"), (3, "cpu"))),
+    ],
+)
+def test_zero_forgets_the_gradients_of_a_skipped_step(ranks, stage, offload):
     pytest.importorskip("deepspeed")
-    assert ranks(2)(skip_one, stage) == [[True, True]] * 2
+    assert ranks(2)(skip_one, stage, offload) == [[True, True]] * 2

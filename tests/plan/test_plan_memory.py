@@ -298,7 +298,9 @@ def test_a_plan_counts_what_is_not_torch_s_and_what_lies_between_tensors():
     choice = choice_of(recipe, 8, "bf16")
     found = needed("llama", recipe, choice)
     assert set(found.parts) == set(memory.PARTS)
-    assert found.parts["context"] == memory.CONTEXT + 2 * memory.NCCL  # everyone, and the shards
+    assert (
+        found.parts["context"] == memory.CONTEXT_BYTES + 2 * memory.NCCL
+    )  # everyone, and the shards
     filled = sum(v for part, v in found.parts.items() if part not in ("slack", "context"))
     assert found.parts["slack"] == pytest.approx(memory.SLACK * filled)
     assert found.allocated == pytest.approx(filled)

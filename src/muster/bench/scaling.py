@@ -20,7 +20,7 @@ from muster import runs
 from muster.bench import results
 from muster.bench.files import Document
 from muster.errors import LaunchError, MusterError
-from muster.hardware import affinity, inventory
+from muster.hardware import affinity, inventory, rehearsal
 from muster.launch import local
 from muster.observe.results import read_lines
 from muster.parallel.layout import layout_for
@@ -56,6 +56,7 @@ def worlds(most: int) -> list[int]:
 
 def most_ranks(asked: int | None) -> int:
     """All GPUs, or a rank per CPU core up to 8. More ranks than devices would only measure contention."""
+    rehearsal.refuse("muster bench scaling")
     found = inventory.detect()
     ranks = found.rank_count(asked, cpu_ranks=min(found.cpus, 8))
     if not found.gpus and ranks > found.cpus:

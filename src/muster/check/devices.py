@@ -19,16 +19,19 @@ FREE_SHARE = 0.9  # of a GPU's memory; the driver itself takes a few percent
 
 
 def measure(context: RankContext) -> RankReport:
-    """Local rank 0 reports for its host. No rank uses a GPU yet, so any process on one is another job's."""
-    if context.rank_info.local_rank:
-        return {}
+    """Local rank 0 reports for its host, others what they see: a launcher may show each rank one GPU. No rank
+    uses a GPU yet, so any process on one is another job's."""
     found = context.inventory
-    return device_report(found) | {"competitors": [] if found.gpus else competitors()}
+    report = device_report(found)
+    if context.rank_info.local_rank:
+        return {"uuids": report["uuids"]}
+    return report | {"competitors": [] if found.gpus else competitors()}
 
 
 def device_report(found: Inventory) -> RankReport:
     return {
         "devices": found.describe(),
+        "uuids": [gpu.uuid for gpu in found.gpus],
         "gpus": [
             {
                 "index": gpu.index,
@@ -80,23 +83,25 @@ def name(pid: int) -> str:
 def judge(reports: Mapping[int, RankReport], rank_names: RankNames) -> list[Finding]:
     found: list[Finding] = []
     for host, ranks in rank_names.hosts().items():
-        report = next((reports[rank] for rank in ranks if reports[rank]), None)
+        report = next((reports[rank] for rank in ranks if "gpus" in reports[rank]), None)
         if report is None:
             continue  # no local rank 0: the ranks step reports it
+        visible = len({uuid for rank in ranks for uuid in reports[rank].get("uuids", ())})
         found += (
-            _gpu_host(host, ranks, report) if report["gpus"] else _cpu_host(host, ranks, report)
+            _gpu_host(host, ranks, report, visible) if visible else _cpu_host(host, ranks, report)
         )
     return found
 
 
-def _gpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
+def _gpu_host(host: str, ranks: list[int], report: RankReport, visible: int) -> list[Finding]:
+    """`visible`: GPUs that any rank of the host sees."""
     here: dict[str, Any] = {"ranks": tuple(ranks), "hosts": (host,)}
     gpus, found = report["gpus"], []
     hidden = f"; {', '.join(report['hidden'])}" if report["hidden"] else ""
     if rehearsal.active():
         words = f"{host}: {len(ranks)} ranks share {report['devices']} in a rehearsal"
         found.append(Finding("devices", "note", words, **here))
-    elif len(ranks) > len(gpus):
+    elif len(ranks) > visible:
         found.append(
             Finding(
                 "devices",
@@ -107,19 +112,19 @@ def _gpu_host(host: str, ranks: list[int], report: RankReport) -> list[Finding]:
                 else "more ranks were asked for than the machine has GPUs",
                 cure="unset or widen the mask, or start one rank per visible GPU"
                 if report["hidden"]
-                else f"start {len(gpus)} rank(s) there (--gpus, --nproc_per_node), or let ranks share "
+                else f"start {visible} rank(s) there (--gpus, --nproc_per_node), or let ranks share "
                 f"GPUs with {rehearsal.FLAG}",
                 **here,
             )
         )
-    elif len(ranks) < len(gpus):
+    elif len(ranks) < visible:
         found.append(
             Finding(
                 "devices",
                 "warn",
-                f"{host}: {len(gpus) - len(ranks)} of {len(gpus)} GPUs stay idle{hidden}",
+                f"{host}: {visible - len(ranks)} of {visible} GPUs stay idle{hidden}",
                 cause=f"only {len(ranks)} rank(s) were started there",
-                cure=f"start {len(gpus)} rank(s) (--gpus, --nproc_per_node), or mask the others",
+                cure=f"start {visible} rank(s) (--gpus, --nproc_per_node), or mask the others",
                 **here,
             )
         )

@@ -124,7 +124,7 @@ def gpu_routes(found: Inventory, index: int, env: Mapping[str, str]) -> dict[int
         level = LEVELS[min(int(level), len(LEVELS) - 1)]
     reach = 0 if env.get("NCCL_P2P_DISABLE") == "1" else DISTANCES.get(level, DISTANCES["PXB"])
     paths, routes = {frozenset(path[:2]): path[2] for path in found.paths}, {}
-    for other in range(len(found.gpus)):
+    for other in range(len(found.gpus)) if index < len(found.gpus) else ():
         if (min(index, other), max(index, other)) in found.links:
             routes[other] = NVLINK  # held to it even where the user forbids it
         elif other != index:

@@ -84,8 +84,11 @@ def _cores(cores: list[int]) -> str:
 
 
 def _mapping(rank_names: RankNames) -> list[Finding]:
-    """Local ranks count 0 … n-1 on each host, and global ranks follow host by host."""
-    found = []
+    """Local ranks count 0 … n-1 on each host, and global ranks follow host by host. The nodes of a
+    rehearsal may be one host."""
+    found: list[Finding] = []
+    if rehearsal.active():
+        return found
     for host, ranks in rank_names.hosts().items():
         locals_ = [rank_names.registered[rank]["local_rank"] for rank in ranks]
         sizes = sorted({rank_names.registered[rank]["local_world"] for rank in ranks})

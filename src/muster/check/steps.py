@@ -22,7 +22,9 @@ STEPS = (
     Step("collectives", collectives.measure, collectives.judge, ends=True),
     Step("gradients", gradients.measure, gradients.judge),
     Step("balance", balance.measure, balance.judge, timed=True),
-    Step("links", links.measure, links.judge, limit_s=120.0, timed=True),  # many ranks are slow
+    Step(  # many ranks on a slow network take long
+        "links", links.measure, links.judge, limit_s=120.0, timed=True
+    ),
     Step("network", network.measure, network.judge),
-    Step("data", data.measure, data.judge, limit_s=data.INDEX_S),
+    Step("data", data.measure, data.judge, limit_s=data.INDEX_S, timed=True),
 )

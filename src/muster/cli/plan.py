@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from muster.hardware.catalogue import Accelerator
     from muster.plan.planner import Plan, Planner
     from muster.plan.search import SearchResult
+    from muster.plan.time import Cluster
     from muster.recipe.schema import Recipe
 
 
@@ -96,7 +97,7 @@ def plan(
     cluster = _cluster(device, count, per_node)
     changes = list(overrides or [])
     subject = open_subject(recipe, changes)
-    if scaled := _scaled_by(subject.recipe, count):
+    if scaled := _scaled_by(subject.recipe, cluster):
         changes += scaled
         subject = open_subject(recipe, changes)
     precision = _precision(subject.recipe.training.precision, device)
@@ -130,14 +131,15 @@ def plan(
         console.print(f"drawn: {path}")
 
 
-def _scaled_by(recipe: Recipe, ranks: int) -> list[str]:
-    """What `training.scale_with_ranks` makes of the recipe at a first start on `ranks`, as overrides."""
+def _scaled_by(recipe: Recipe, cluster: Cluster) -> list[str]:
+    """What `training.scale_with_ranks` makes of the recipe at a first start there, as overrides."""
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import settle
 
     if recipe.training.scale_with_ranks == "none":
         return []
-    settled = settle(recipe, layout_for(recipe.distributed, ranks).data_ranks)
+    layout = layout_for(recipe.distributed, cluster.world, local_world=cluster.per_node)
+    settled = settle(recipe, layout.data_ranks)
     before, after = recipe.training.model_dump(), settled.training.model_dump()
     return [f"training.{key}={value}" for key, value in after.items() if value != before[key]]
 

@@ -125,7 +125,7 @@ def train(
     addresses.check(node)
     if node.rank > 0:
         return _join(node, resolved, ranks)
-    run, claim, _ = open_run(resolved, ranks * node.nodes, existing, run_name, console)
+    run, claim, _ = open_run(resolved, ranks * node.nodes, ranks, existing, run_name, console)
     with claim:  # the supervisor holds it too, from its start to its end
         _supervise(run, claim, ranks, node)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
@@ -228,7 +228,7 @@ def _submit(
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
     shown_on = console if on == "slurm" else None
-    run, claim, recipe = open_run(recipe, ranks * nodes, existing, name, shown_on)
+    run, claim, recipe = open_run(recipe, ranks * nodes, ranks, existing, name, shown_on)
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
@@ -290,10 +290,9 @@ def _devices(found: Inventory, ranks: int) -> str:
         share = max(1, found.cpus // ranks)
         return f"{ranks} CPU rank(s) × {share} thread(s), {found.describe()}"
     if rehearsal.active():
-        memory = found.gpus[0].memory_gib * len(found.gpus) / ranks
         return (
-            f"{found.describe()}: a rehearsal, in which {ranks} ranks share them, {memory:.1f} GiB each; "
-            "losses, checkpoints and memory are those of as many GPUs, times are not"
+            f"{found.describe()}: a rehearsal of {ranks} ranks, with the losses, checkpoints and memory of "
+            "as many GPUs, but not their speed"
         )
     words = f"{ranks} of {found.describe()}"
     if ranks < len(found.gpus):

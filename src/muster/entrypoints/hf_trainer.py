@@ -208,9 +208,10 @@ class MetricsCallback(TrainerCallback):
 
 def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -> dict[str, Any]:
     """What `muster.worker.main.run_rank` does, with the Trainer instead of muster's loop."""
-    sizes = _sizes(recipe, rank_info.world)
+    _sizes(recipe, rank_info.world)  # refuses before ranks wait for each other
     task = cast(CausalLM, open_task(recipe))
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
+    sizes = _sizes(recipe, rank_info.world)
     source = cast(PackedSource, open_source(task, recipe, mesh))
     job = _job(recipe, task, source, mesh, run, sizes)
     trainer = _trainer(job, source, sizes, run.path / "trainer")

@@ -49,12 +49,13 @@ def _await_end(run: Run) -> None:
 def open_run(
     recipe: Recipe,
     ranks: int,
+    local_ranks: int,
     existing: Run | None,
     name: str | None,
     console: Console | None = None,
 ) -> tuple[Run, TextIOWrapper, Recipe]:
-    """The run directory, the claim on it, and the recipe written into it: of a new run on `ranks`, or of
-    one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
+    """The run directory, the claim on it, and the recipe written into it: of a new run on `ranks`,
+    `local_ranks` on each machine, or of one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
     from muster import runs
 
     if existing and recipe.training.scale_with_ranks != "none":
@@ -66,7 +67,7 @@ def open_run(
     if existing is None and name and (root / name / "run.json").is_file():
         _await_end(runs.Run(root / name))
         existing = existing_run(str(root / name))
-    recipe, words = _settled(recipe, ranks, existing)
+    recipe, words = _settled(recipe, ranks, local_ranks, existing)
     if words and console:
         console.print(words, soft_wrap=True, markup=False)
     elif words:
@@ -81,7 +82,9 @@ def open_run(
     return run, claim, recipe
 
 
-def _settled(recipe: Recipe, ranks: int, existing: Run | None) -> tuple[Recipe, str]:
+def _settled(
+    recipe: Recipe, ranks: int, local_ranks: int, existing: Run | None
+) -> tuple[Recipe, str]:
     """`training.scale_with_ranks` applied, as it was at the first start or for this one; and in words."""
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import settle, settle_as
@@ -92,7 +95,8 @@ def _settled(recipe: Recipe, ranks: int, existing: Run | None) -> tuple[Recipe, 
         return recipe, ""
     if existing and (existing.path / "recipe.yaml").is_file():
         recipe = settle_as(recipe, from_resolved(existing.path / "recipe.yaml").training)
-    recipe = settle(recipe, layout_for(recipe.distributed, ranks).data_ranks)
+    layout = layout_for(recipe.distributed, ranks, local_world=local_ranks)
+    recipe = settle(recipe, layout.data_ranks)
     now, part = recipe.training, before.global_batch_size
     return recipe, (
         f"training.scale_with_ranks={before.scale_with_ranks}: {part} × {now.global_batch_size // part} "

@@ -90,7 +90,8 @@ def _own_run(
             run.clear_error_reports()
             first = from_resolved(run.path / "recipe.yaml").training
             return run, claim, settle_as(recipe, first)
-    run, claim, recipe = open_run(recipe, rank_info.world, existing, name)
+    world, local_world = rank_info.world, rank_info.local_world
+    run, claim, recipe = open_run(recipe, world, local_world, existing, name)
     run.begin(agent=_agent())
     return run, claim, recipe
 

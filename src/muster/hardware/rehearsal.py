@@ -32,6 +32,12 @@ def begin(gpus: int, env: MutableMapping[str, str] = os.environ) -> None:
     env[VARIABLE] = "1"
 
 
+def refuse(what: str) -> None:
+    """For what measures times."""
+    if active():
+        raise LaunchError(f"{what} measures times, and {WORDS}; unset {VARIABLE}")
+
+
 def set_host_id(rank: int, env: MutableMapping[str, str] = os.environ) -> None:
     """Before the first communicator: NCCL reads it once."""
     env["NCCL_HOSTID"] = f"{os.uname().nodename}-rank-{rank}"

@@ -154,6 +154,10 @@ class ZeroEngine:
             buffers = [gradient for gradients in groups for gradient in gradients or ()]
             for buffer in buffers:
                 buffer.fill_(math.nan)
+            norms = getattr(
+                self.optimizer, "norm_for_param_grads", {}
+            )  # instead, of what is offloaded
+            norms.update(dict.fromkeys(norms, torch.tensor(math.nan)))
             log = logging.getLogger("DeepSpeed")
             log.setLevel(logging.ERROR)  # it would warn of an overflow
             self.engine.step()

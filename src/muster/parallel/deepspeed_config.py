@@ -119,6 +119,10 @@ def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str
         ),
         "bf16.enabled": (generated["bf16"]["enabled"], "training.precision"),
         "fp16.enabled": (False, "training.precision"),
+        "zero_optimization.memory_efficient_linear": (
+            generated["zero_optimization"].get("memory_efficient_linear", "auto"),
+            "training.activation_checkpointing",
+        ),
         "optimizer.params.lr": (training.lr, "training.lr"),
         "optimizer.params.betas": (list(training.betas), "training.betas"),
         "optimizer.params.eps": (training.eps, "training.eps"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -182,7 +181,7 @@ def join(
 def _share_gpu(device: torch.device, world: int) -> int:
     """Limit this rank to its share of the GPU's memory; returns how many ranks share it."""
     everyone: list[Any] = [None] * world
-    mine = (os.uname().nodename, identity(device))
+    mine = identity(device)  # unique, in whichever container a rank is
     dist.all_gather_object(everyone, mine)
     total, ranks = torch.cuda.get_device_properties(device).total_memory, everyone.count(mine)
     torch.cuda.set_per_process_memory_fraction(rehearsal.share_of(total, ranks) / total, device)

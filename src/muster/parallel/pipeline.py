@@ -30,6 +30,7 @@ from muster.parallel.mesh import Mesh
 from muster.parallel.staged_search import staged_search
 from muster.recipe.distributed import PipelineOptions
 
+SCHEDULES_KEPT = 4
 SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -126,7 +127,7 @@ class PipelineEngine(TorchEngine):
         self.ranks = mesh.layout.pipeline
         self.rank = mesh.layout.pipeline_rank(mesh.rank)
         self.stages = self.ranks * len(parts)
-        self._schedules: dict[tuple[Any, ...], Any] = {}
+        self._schedules: dict[tuple[Any, ...], Any] = {}  # the last used ones
         self._current: list[Batch] = []
         self._functions: StepFunctions | None = None
         self.cuts = cut_evenly(plan.costs, self.stages)
@@ -200,8 +201,14 @@ class PipelineEngine(TorchEngine):
         return self.rank == self.ranks - 1
 
     def _schedule(self, count: int, shapes: tuple[tuple[int, ...], ...]) -> Any:
-        """One schedule per shapes, since buffers between stages have a fixed shape."""
-        if (count, *shapes) not in self._schedules:
+        """One schedule per shapes, since buffers between stages have a fixed shape; of few shapes, since
+        each keeps its buffers. All ranks of a pipeline see the same shapes."""
+        key = (count, *shapes)
+        if key in self._schedules:
+            self._schedules[key] = self._schedules.pop(key)  # the last to go
+        else:
+            for oldest in list(self._schedules)[: len(self._schedules) - SCHEDULES_KEPT + 1]:
+                del self._schedules[oldest]
             stages = [
                 PipelineStage(
                     part,
@@ -213,13 +220,13 @@ class PipelineEngine(TorchEngine):
                 for i, part in enumerate(self.parts)
             ]
             kind = SCHEDULES[self.options.schedule]
-            self._schedules[count, *shapes] = kind(
+            self._schedules[key] = kind(
                 stages if self.options.schedule in MANY_STAGES else stages[0],
                 n_microbatches=count,
                 loss_fn=self._loss,
                 scale_grads=False,
             )
-        return self._schedules[count, *shapes]
+        return self._schedules[key]
 
     def _loss(self, output: Any, index: Tensor) -> Tensor:
         assert self._functions is not None

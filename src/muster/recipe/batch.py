@@ -40,6 +40,12 @@ def settle_as(recipe: Recipe, first: Training) -> Recipe:
     training = recipe.training
     if training.scale_with_ranks == "none" or first.scale_with_ranks != "none":
         return recipe
+    if first.global_batch_size % training.global_batch_size:
+        raise RecipeError(
+            f"training.global_batch_size: the first start of this run made {first.global_batch_size} "
+            f"samples per optimizer step, no multiple of {training.global_batch_size}; give the number "
+            "of the first start, or start a new run"
+        )
     found = _scaled(training, 1).model_copy(update={"global_batch_size": first.global_batch_size})
     if training.scale_with_ranks == "batch_and_lr":
         found = found.model_copy(update={"lr": first.lr})

@@ -14,13 +14,8 @@ import torch
 from muster import __version__, runs
 from muster.data.batches import BatchPlan
 from muster.hardware import rehearsal
-from muster.observe.results import (
-    complete_steps,
-    read_last,
-    read_lines,
-    summarise_metrics,
-    write_json,
-)
+from muster.observe.observer import memory_gib
+from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
@@ -86,12 +81,14 @@ def _device_name(mesh: Mesh) -> str:
 
 
 def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
-    """Evaluate the trained model, and write the results: rank 0 returns them."""
+    """Evaluate the trained model, and write the results: rank 0 returns them. The memory is that of the rank
+    that needed most, as it is planned; a pipeline's stages differ."""
+    peak = max(job.mesh.gather(memory_gib()))
     final = final_scores(job, done)
     log_bad_rows(job.loader.source, job.mesh)
     if not job.mesh.first:
         return {}
-    return write_results(job, run, done, final)
+    return write_results(job, run, done, final, peak)
 
 
 def final_scores(job: Job, done: int) -> Evaluation | None:
@@ -102,10 +99,17 @@ def final_scores(job: Job, done: int) -> Evaluation | None:
 
 
 def write_results(
-    job: Job, run: runs.Run, done: int, final: Evaluation | None, **changes: Any
+    job: Job,
+    run: runs.Run,
+    done: int,
+    final: Evaluation | None,
+    peak_gib: float | None = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """training_results.json, and the end of the run in run.json."""
     results = results_page(job, run, done) | scores_part(final) | changes
+    if peak_gib is not None:
+        results["measured"]["memory_gib"] = peak_gib
     write_json(run.path / "training_results.json", results)
     run.update(state=results["status"], ended=time.time(), exit_code=0)
     return results
@@ -132,7 +136,7 @@ def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
         "left_out": dict(getattr(job.loader.source, "left_out", {})),
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
-        "measured": {**metrics["measured"], **_memory(job.mesh, run), **_stalls(saves)},
+        "measured": {**metrics["measured"], **_stalls(saves)},
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
         "checkpoint": str(job.checkpoints.root / f"step-{whole[-1]}") if whole else None,
     }
@@ -146,13 +150,6 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
         "not_scored": final.left_out if final else {},
         "worst": [vars(example) for example in final.worst] if final else [],
     }
-
-
-def _memory(mesh: Mesh, run: runs.Run) -> dict[str, float]:
-    """Of the rank that needed most, as it is planned; a pipeline's stages differ."""
-    lines = [read_last(run.path / "ranks" / f"{rank}.jsonl") for rank in range(mesh.world)]
-    peaks = [line["memory_gib"] for line in lines if "memory_gib" in line]
-    return {"memory_gib": max(peaks)} if peaks else {}
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -97,8 +97,9 @@ def collectives(
     if document is None:
         return
     from muster.bench.collectives import save_for_planner, wrong_rows
+    from muster.hardware import rehearsal
 
-    if not rehearse:
+    if not rehearsal.active():
         words = save_for_planner(document, folder)
         if not as_json:
             console.print(words, soft_wrap=True, markup=False)
