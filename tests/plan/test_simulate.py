@@ -336,6 +336,7 @@ def test_a_killed_child_is_told_of():
         micro(Layout(shard=2))
 
 
+@pytest.mark.serial
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "microbatches"),
