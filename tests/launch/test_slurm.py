@@ -209,7 +209,8 @@ def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
     follow(run)
     assert run.state() == "finished", run.info()
     assert restarts(cluster, run) == 1
-    assert f"requeueing job {number}" in (run.path / f"slurm-{number}.log").read_text()
+    if steps:  # earlier, SLURM may preempt the job before its script listens
+        assert f"requeueing job {number}" in (run.path / f"slurm-{number}.log").read_text()
     resumed = [e["step"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "resumed"]
     assert resumed or not steps, "it did not save before it went"
     assert losses(run) == [line["loss"] for line in undisturbed(2)]

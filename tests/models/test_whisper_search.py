@@ -181,7 +181,7 @@ def test_a_search_needs_no_gradients_and_leaves_compiled_layers_alone(tmp_path: 
         compiled.append(graph)
         return graph.forward
 
-    for layer in model.model["decoder"].layers:
+    for layer in model.model["decoder"].layers.values():
         layer.forward = torch.compile(layer.forward, backend=backend)
     found = model(features(), prompt(search, 3), search)
     assert torch.equal(found, expected)
