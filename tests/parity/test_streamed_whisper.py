@@ -76,13 +76,13 @@ def go_on(ranks, straight, clips, folder: Path, before: int, after: int) -> Trai
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.full)])
 def test_streamed_clips_in_windows_go_on_at_the_same_sample_on_another_world(
-    ranks, straight, clips, tmp_path, before, after
+    ranks, straight, clips, tmp_path, record_property, before, after
 ):
     reference = straight(1)[0]
     went_on = go_on(ranks, straight, clips, tmp_path, before, after)
     tail = TrainingCurve(reference.losses[SAVED:], reference.norms[SAVED:], reference.weights)
     found = distance(tail, went_on)
-    print(f"\n| {before} | {after} | {found.loss:.1e} | {found.norm:.1e} | {found.weights:.1e} |")
+    record_property("row", f"| {before} | {after} | {found}")
     assert len(went_on.losses) == STEPS - SAVED
     assert found.small, found
 

@@ -63,14 +63,14 @@ def train_on(ranks, tmp_path_factory):
     ],
 )
 def test_any_world_size_gives_the_losses_and_gradient_norms_of_one_process(
-    train_on, world, accumulation, batch
+    train_on, record_property, world, accumulation, batch
 ):
     alone, together = train_on(1, 1, batch), train_on(world, accumulation, batch)
     assert [line["step"] for line in together] == list(range(1, STEPS + 1))
     assert [line["samples"] for line in together] == [batch] * STEPS
     loss = float(relative_errors(alone, together, "loss").max())
     norm = float(relative_errors(alone, together, "grad_norm").max())
-    print(f"\n| {world} | {accumulation} | {batch} | {loss:.1e} | {norm:.1e} |")
+    record_property("row", f"| {world} | {accumulation} | {batch} | {loss:.1e} | {norm:.1e}")
     assert loss < TOLERANCE
     assert norm < TOLERANCE
 
