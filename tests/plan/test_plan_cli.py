@@ -38,6 +38,7 @@ def test_the_answer_comes_with_the_command_that_carries_it_out():
     assert text.split("muster train")[-1].count(FIXED) == 1
 
 
+@pytest.mark.full
 def test_a_batch_that_grows_with_the_ranks_is_planned_as_a_first_start_would_make_it():
     grown = [*SMALL, FIXED, "training.scale_with_ranks=batch", "--gpus", "2", "--gpu", "h100"]
     assert json.loads(run(*grown, "--json"))["global_batch_size"] == 32
