@@ -40,7 +40,7 @@ set_up() {
   fi
   if [ -d /sys/class/kfd ] && [ ! -e /dev/nvidiactl ] && [ -z "${PIP_EXTRA_INDEX_URL:-}" ]; then
     echo "AMD's compute driver is here, and torch will be installed without ROCm. For AMD GPUs, stop and name" \
-      "the index of its ROCm builds: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocm6.4 (or newer)"
+      "the index of its ROCm builds: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/rocmX.Y (pytorch.org/get-started)"
   fi
   echo "Installing muster and what it needs (once; a few minutes) …"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
