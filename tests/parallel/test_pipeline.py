@@ -13,7 +13,7 @@ from torch import Tensor
 from muster.data.loader import Inputs
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
-from muster.parallel.pipeline import cut_evenly, microbatches, stages_per_rank
+from muster.parallel.pipeline import SCHEDULES_KEPT, cut_evenly, microbatches, stages_per_rank
 from muster.recipe.distributed import PipelineOptions
 from parallel.models import (
     GPT,
@@ -159,3 +159,22 @@ def test_training_and_evaluation_are_those_of_one_process(ranks, config, schedul
     for gradients in (first[0], last[0]):
         for name, gradient in gradients.items():
             torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def run_many_shapes(mesh) -> tuple[list[dict[str, Tensor]], int]:
+    """The gradients of each batch; batches of six shapes, the first one again at the end."""
+    distributed = {"strategy": "pipeline", "pipeline_options": {"schedule": "1f1b"}}
+    engine, found = make_engine(mesh, GPT, distributed), []
+    for time in (8, 7, 6, 5, 4, 3, 8):
+        batch = make_batch(GPT, 7, time=time)
+        engine.accumulate(micro_batches(mesh, distributed, batch, 4), make_functions(batch.units))
+        engine.clip_(None)
+        found.append(whole_gradients(engine))
+        engine.zero_grad()
+    return found, len(engine._schedules)
+
+
+def test_buffers_of_few_shapes_are_kept_and_those_of_any_can_be_made_again(ranks):
+    for gradients, kept in ranks(2)(run_many_shapes):
+        assert kept == SCHEDULES_KEPT < 6
+        torch.testing.assert_close(gradients[-1], gradients[0], rtol=0, atol=0)

@@ -207,8 +207,8 @@ class PipelineEngine(TorchEngine):
         if key in self._schedules:
             self._schedules[key] = self._schedules.pop(key)  # the last to go
         else:
-            for oldest in list(self._schedules)[: len(self._schedules) - SCHEDULES_KEPT + 1]:
-                del self._schedules[oldest]
+            while len(self._schedules) >= SCHEDULES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
             stages = [
                 PipelineStage(
                     part,
