@@ -11,6 +11,7 @@ from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import Layout
 from muster.plan.profile import ModelCost
 from muster.plan.shards import FLOAT, REST, Group, Stage
+from muster.plan.trace import TracePoint
 
 GIB = 2**30
 NCCL = 0.25 * GIB  # buffers per process group
@@ -303,8 +304,9 @@ def _sharded_pipeline(
 def _zero_points(
     choice: Choice, stage: Stage, workload: ModelCost, static: dict[str, int]
 ) -> Iterator[_MemoryPoint]:
-    """DeepSpeed allocates a gradient bucket. Reducing it makes copies: of the bucket at stage 3, of
-    this rank's partition at stage 2, which are then accumulated."""
+    """DeepSpeed allocates a gradient bucket: at stage 3 once, at stages 1 and 2 with the first gradient
+    of each backward pass. Reducing it makes copies: of the bucket at stage 3, of this rank's partition
+    at stage 2, which are then accumulated."""
     ranks, level, low = choice.layout.shard, choice.layout.zero, choice.low
     gradients, own = static["gradients"], static["master weights"] // FLOAT
     bucket, live, copies = low * ZERO_BUCKET, 0, 0.0
@@ -316,8 +318,29 @@ def _zero_points(
         copies = low * own + (gradients if choice.accumulation > 1 else 0)
     else:
         gradients = max(gradients, low * stage.trained)  # unsharded until they are reduced
-    yield _MemoryPoint(gradients, _peak_activations(workload), bucket + live)
+    if level == 3:
+        yield _MemoryPoint(gradients, _peak_activations(workload), bucket + live)
+    else:
+        early = _before_gradients(stage, workload)
+        fresh = choice.accumulation == 1 and stage.trained <= ZERO_BUCKET  # none is reduced yet
+        for point, peak in workload.peaks.items():
+            new = peak.with_gradients - peak.activations if level == 1 else 0.0
+            present = 0 if point in early else bucket
+            yield _MemoryPoint(new if fresh else gradients, peak.activations, present)
     yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
+
+
+def _before_gradients(stage: Stage, workload: ModelCost) -> set[TracePoint]:
+    """The forward pass, and the backward pass of the loss. A tied head's gradient comes last, with the
+    embedding's."""
+    forward = [point for point in workload.peaks if point.phase != "backward"]
+    last = next((point.region for point in reversed(forward) if point.region), None)
+    loss = [
+        point
+        for point in workload.peaks
+        if stage.tied and point.region == last and point.position.startswith("after ")
+    ]
+    return {*forward, *loss}
 
 
 def _moved_to_host(choice: Choice, parts: dict[str, float], static: dict[str, int]) -> float:
