@@ -31,7 +31,9 @@ BY_COMPLEXITY = (
     "pipeline",
     "hybrid",
 )
-CHECKPOINTING_MODES = ("none", "selective", "full")
+# The least that each recomputes, as a fraction of the computation without it: of the forward pass, which is
+# a third, `full` repeats the blocks and `selective` their cheap operations.
+CHECKPOINTING_MODES = {"none": 0.0, "selective": 0.01, "full": 0.2}
 ADAPTERS = "adapters train under ddp, fsdp and hsdp"
 
 
@@ -95,13 +97,26 @@ class _Search:
             if (reason := self._infeasible(layout, offload)) is not None:
                 self.rejected.setdefault(name, reason)
                 continue
+            fastest = math.inf  # of this layout
             for choice in self._allowed(layout, offload):
+                if self._least_time(choice) >= fastest:
+                    continue
                 plan = self.planner.evaluate(choice)
                 before = self.closest.get(name)
                 if self.planner.fits(plan):
                     self.fitting.append(plan)
+                    fastest = min(fastest, plan.duration.total)
                 elif before is None or plan.memory.total < before.memory.total:
                     self.closest[name] = plan
+
+    def _least_time(self, choice: Choice) -> float:
+        """Of a step with checkpointing, as far as the recording without it tells: recording takes long."""
+        given = self.recipe.training.activation_checkpointing
+        if choice.checkpointing == given:
+            return 0.0
+        base = self.planner.evaluate(replace(choice, checkpointing=given)).duration
+        more = CHECKPOINTING_MODES[choice.checkpointing] * (base.matrices + base.memory)
+        return base.total + more
 
     def _allowed(self, layout: Layout, offload: bool) -> Iterator[Choice]:
         """Rejects what `muster train` would refuse, with its message; raises if the recipe sets it."""
@@ -114,7 +129,8 @@ class _Search:
                         "gradient_accumulation_steps": choice.accumulation,
                     }
                 )
-                refuse_conflicts(self.recipe.model_copy(update={"training": training}), layout)
+                recipe = self.recipe.model_copy(update={"training": training})
+                refuse_conflicts(recipe, layout, self.planner.subject.plan)
                 yield choice
         except RecipeError as error:
             if self.recipe.distributed.strategy != "auto":
@@ -141,13 +157,15 @@ class _Search:
         )
 
     def _possible_saving(self) -> float | None:
-        """The fraction of the fastest step that is not computation without recomputation: no layout of the
-        same devices saves more. None where nothing fits."""
+        """The fraction of the fastest step that is neither computation without recomputation nor launching
+        its kernels once: no layout of the same devices saves more. None where nothing fits."""
         best = min(self.fitting, key=lambda plan: plan.duration.total, default=None)
         if best is None:
             return None
         base = self.planner.evaluate(replace(best.choice, checkpointing="none")).duration
-        return 1 - (base.matrices + base.memory) / best.duration.total
+        computing, passes = base.matrices + base.memory, best.choice.accumulation
+        launching = (computing + base.host) / passes
+        return 1 - max(computing, launching) / best.duration.total
 
     def _layouts(self) -> Iterator[Layout]:
         """The recipe's strategy, or all that do not split the model's layers."""
@@ -226,8 +244,8 @@ class _Search:
             if base.offload != "none" or not (base.sharded or layout.zero >= 2):
                 return
             base = replace(base, offload="optimizer" if layout.zero == 2 else "all")
-        for sizes in self._sizes(layout):
-            for checkpointing in modes:
+        for checkpointing in modes:
+            for sizes in self._sizes(layout):
                 yield from self._sized(replace(base, checkpointing=checkpointing), sizes)
 
     @property
@@ -287,7 +305,7 @@ def complexity(plan: Plan) -> tuple[int, int, int, int]:
         int(choice.offload != "none"),
         BY_COMPLEXITY.index(plan.strategy),
         axes,
-        CHECKPOINTING_MODES.index(choice.checkpointing),
+        list(CHECKPOINTING_MODES).index(choice.checkpointing),
     )
 
 
