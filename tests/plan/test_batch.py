@@ -211,6 +211,13 @@ def test_two_given_numbers_and_the_ranks_of_the_first_start_define_the_global_ba
         assert settle_as(given, first).training == first
 
 
+def test_a_run_goes_on_only_with_the_number_it_was_started_with():
+    first = settle(recipe(per_device_batch_size=4, gradient_accumulation_steps=4), 2).training
+    other = recipe(per_device_batch_size=5, gradient_accumulation_steps=4)
+    with pytest.raises(RecipeError, match=r"made 32 samples per optimizer step, no multiple of 20"):
+        settle_as(other, first)
+
+
 def test_one_number_leaves_the_default_alone():
     assert recipe(per_device_batch_size=4).training.global_batch_size == 32
     assert recipe(gradient_accumulation_steps=4).training.scale_with_ranks == "none"

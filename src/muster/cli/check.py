@@ -13,8 +13,8 @@ from muster.cli.common import (
     NodesOption,
     PortOption,
     RehearseOption,
+    begin_rehearsal,
     console,
-    rehearsal_ranks,
 )
 from muster.errors import MusterError
 
@@ -62,7 +62,8 @@ def check(
     ] = None,
 ) -> None:
     """Is this set-up fit to train on? Exit code 1 when it is not."""
-    gpus = rehearsal_ranks(rehearse, gpus)
+    if rehearse:
+        gpus = begin_rehearsal(rehearse, gpus)
     if environment or export:
         from muster.cli.environment import show_environment
 

@@ -73,16 +73,14 @@ def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
     return loaded.recipe
 
 
-def rehearsal_ranks(asked: int | None, gpus: int | None) -> int | None:
-    """The number of ranks by --rehearse or --gpus, which exclude each other."""
+def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
+    """The number of ranks by --rehearse, which excludes --gpus."""
     from muster.hardware import inventory, rehearsal
 
-    if asked is None:
-        return gpus
     if gpus is not None:
         raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
     rehearsal.begin(len(inventory.detect().gpus))
-    return asked
+    return ranks
 
 
 def program() -> str:

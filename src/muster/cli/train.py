@@ -16,10 +16,10 @@ from muster.cli.common import (
     Overrides,
     PortOption,
     RehearseOption,
+    begin_rehearsal,
     console,
     load_recipe,
     program,
-    rehearsal_ranks,
     shown,
 )
 from muster.cli.manage import show_until_end
@@ -107,7 +107,8 @@ def train(
         changes.append("logging.profile=3")
     rank_info = cluster.detect(os.environ)
     if rehearse:
-        _begin_rehearsal(rehearse, gpus, on, rank_info)
+        _check_rehearsal(rehearse, on, rank_info)
+        begin_rehearsal(rehearse, gpus)
     if on == "local" and rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
         flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
         given = [name for name, value in flags.items() if value]
@@ -132,17 +133,14 @@ def train(
     _follow(run, node, detach)
 
 
-def _begin_rehearsal(ranks: int, gpus: str | None, on: str, rank_info: RankInfo) -> None:
+def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
     if on != "local":
         raise LaunchError(f"--rehearse shares the GPUs of this machine; leave out --on {on}")
-    if gpus:
-        raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
     if rank_info.world > 1 and rank_info.local_world != ranks:
         raise LaunchError(
             f"--rehearse {ranks}, but {rank_info.launcher} has started {rank_info.local_world} ranks on "
             "this machine; give both the same number"
         )
-    rehearsal_ranks(ranks, None)
 
 
 def _supervise(run: Run, claim: TextIOWrapper, ranks: int, node: Node) -> None:

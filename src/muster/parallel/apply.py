@@ -41,11 +41,10 @@ def apply(
     if layout.zero:
         from muster.parallel import deepspeed
 
-        refuse_conflicts(recipe, layout)
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
-    refuse_conflicts(recipe, layout)
+    refuse_conflicts(recipe, layout, plan)
     sharded = layout.data_ranks > 1 and not layout.only_replicas
     stage = layout.pipeline > 1
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from muster.errors import RecipeError
+from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout
 from muster.recipe.schema import Recipe
 
 
-def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
+def refuse_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None:
     training, options = recipe.training, recipe.distributed
     splits = layout.tensor > 1
     if training.cuda_graphs and (layout.world > 1 or layout.zero):
@@ -30,8 +31,7 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy"
         )
-    language = recipe.task == "causal-lm"
-    if splits and language and options.tensor_options.sequence_parallel:
+    if splits and plan.shards_sequence and options.tensor_options.sequence_parallel:
         length = recipe.data.sequence_length
         if length % layout.tensor:
             raise RecipeError(
@@ -43,7 +43,7 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
         cure = "set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
         raise RecipeError(
             "model.dropout: tensor ranks with replicated activations would draw different dropout "
-            f"masks; {cure if language else 'set it to 0'}"
+            f"masks; {cure if plan.shards_sequence else 'set it to 0'}"
         )
     if splits and training.label_smoothing and options.tensor_options.loss_parallel:
         raise RecipeError(

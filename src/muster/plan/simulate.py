@@ -132,9 +132,8 @@ def simulate(
     built raises the same error as on a cluster. Once per process: torch caches the first rank's
     shapes."""
     batch = subject.batch(rows, costliest=True)
-    return _Rank(subject.task, layout, recipe, precision, rank).run(
-        batch, microbatches * accumulation
-    )
+    simulated = _Rank(subject.task, subject.plan, layout, recipe, precision, rank)
+    return simulated.run(batch, microbatches * accumulation)
 
 
 def simulate_all(
@@ -153,7 +152,8 @@ def simulate_all(
         each = pipeline.stages_per_rank(recipe.distributed.pipeline_options)
         ranks = representative_ranks(layout, subject.plan, each)
     batch = subject.batch(rows, costliest=True)
-    args = (recipe, subject.task.assets, layout, precision, batch, microbatches * accumulation)
+    count = microbatches * accumulation
+    args = (recipe, subject.task.assets, subject.plan, layout, precision, batch, count)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(PROCESSES, spawn, max_tasks_per_child=1) as pool:
         answers = [pool.submit(_run_in_process, rank, *args) for rank in ranks]
@@ -171,13 +171,15 @@ def simulate_all(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _run_in_process(rank: int, recipe: Recipe, assets: Any, layout: Layout, *rest: Any) -> Any:
+def _run_in_process(
+    rank: int, recipe: Recipe, assets: Any, plan: ParallelPlan, layout: Layout, *rest: Any
+) -> Any:
     """In a new process. Errors are returned as text: some of torch's cannot be pickled."""
     torch.set_num_threads(1)
     precision, batch, count = rest
     try:
         task = build_task(recipe, assets)
-        return _Rank(task, layout, recipe, precision, rank).run(batch, count)
+        return _Rank(task, plan, layout, recipe, precision, rank).run(batch, count)
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -197,6 +199,7 @@ class _Rank:
     """One rank of the fake cluster."""
 
     task: Task
+    plan: ParallelPlan
     layout: Layout
     recipe: Recipe
     precision: str
@@ -242,14 +245,14 @@ class _Rank:
                 f"simulation: pipelines on a fake cluster need torch 2.13, this is {torch.__version__}; "
                 "upgrade torch, or simulate a layout with distributed.pipeline=1"
             )
-        if self.layout.pipeline > 1 and self.recipe.task == "speech-seq2seq":
+        if self.layout.pipeline > 1 and self.plan.embeds:
             raise MusterError(
                 f"simulation: {self.layout} sends two tensors between the stages of an encoder and a "
                 "decoder, which the fake cluster does not; leave out --simulate, or simulate a layout "
                 "with distributed.pipeline=1"
             )
         if self.layout.only_replicas:
-            refuse_conflicts(self.recipe, self.layout)
+            refuse_conflicts(self.recipe, self.layout, self.plan)
 
     def _build(self) -> TorchEngine:
         """Without DDP, whose reducer needs real tensors."""

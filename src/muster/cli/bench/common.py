@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from muster.bench.files import Document
-from muster.cli.common import console, rehearsal_ranks
+from muster.cli.common import begin_rehearsal, console
 from muster.errors import DataError, LaunchError
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def measure_and_show(
     from muster.launch import cluster
     from muster.launch.join import is_rank
 
-    ranks = rehearsal_ranks(rehearse, ranks)
+    if rehearse:
+        ranks = begin_rehearsal(rehearse, ranks)
     count, rank, address, port = nodes
     node = cluster.node(os.environ, count or 0, rank, address or "", port or 0)
     if is_rank() and ((ranks and not rehearse) or count):
