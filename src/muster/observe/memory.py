@@ -12,6 +12,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from muster.torch_internals import FakeTensor
+
 SIGNS = re.compile(
     r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA error: out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED|HIP out of memory"
@@ -100,12 +102,12 @@ def _note_tensor(
     name: str | None = None,
 ) -> None:
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    if local.device != device or local.layout is not torch.strided:
+    if local.device != device or local.layout is not torch.strided or isinstance(local, FakeTensor):
         return
     try:
         storage = local.untyped_storage()
         start = storage.data_ptr()
-    except (RuntimeError, NotImplementedError):  # a tensor without memory, as torch.compile uses
+    except (RuntimeError, NotImplementedError):  # no memory behind it
         return
     sizes[start] = storage.nbytes()
     shape = f"{list(local.shape)} {str(local.dtype).removeprefix('torch.')}"
