@@ -54,5 +54,6 @@ esac
 failed=0
 "$bin/python" -m pytest "${workers[@]}" --dist loadfile -m "not serial" "${sets[@]}" || failed=$?
 [ $failed -le 1 ] || exit $failed # not where pytest was interrupted
-"$bin/python" -m pytest -m serial "${sets[@]}" || failed=$?
+mapfile -t alone < <(grep -rl --include='test_*.py' 'mark\.serial' tests)
+"$bin/python" -m pytest -m serial "${sets[@]}" "${alone[@]}" || failed=$?
 exit $failed

@@ -261,6 +261,7 @@ def reads_slowly(mesh: Mesh, seconds: float, file: str) -> RankReport:
 def test_data_that_is_read_too_slowly_is_noticed(ranks, tmp_path):
     enough = only(judged(data, ranks(2)(reads_slowly, 0.0, str(tmp_path / "a"))), "ok")
     assert enough.words.startswith("enough: read ")
-    slow = only(judged(data, ranks(2)(reads_slowly, 0.25, str(tmp_path / "b"))), "fail")
+    each = 15 / enough.figures["model_samples_per_s"]
+    slow = only(judged(data, ranks(2)(reads_slowly, each, str(tmp_path / "b"))), "fail")
     assert slow.words.startswith("not enough: read ")
     assert slow.figures["read_samples_per_s"] < slow.figures["model_samples_per_s"]

@@ -118,7 +118,7 @@ def scored(mesh, folder: str) -> tuple[dict[str, float], list[tuple[int, str]]]:
     return result.scores, [(e.id, e.hypothesis) for e in result.worst]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_evaluation_over_ranks_equals_one_process(ranks, causal, world):
     alone = ranks(1)(scored, str(causal))[0]
     together = ranks(world)(scored, str(causal))

@@ -198,7 +198,7 @@ def test_stages_give_the_gradients_and_texts_of_one_process(ranks, alone, cut):
     assert_same(alone, ranks(2)(run_split, costs, 4, options))
 
 
-@pytest.mark.parametrize("split_loss", [True, False])
+@pytest.mark.parametrize("split_loss", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_tensor_shards_give_the_gradients_and_texts_of_one_process(ranks, alone, split_loss):
     options = {"strategy": "tensor", "tensor_options": {"loss_parallel": split_loss}}
     assert_same(alone, ranks(2)(run_split, EVEN, 2, options))

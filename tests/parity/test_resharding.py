@@ -40,9 +40,9 @@ WHISPER = LAYOUTS | {
 }
 # One back to itself, bit for bit. All pairs, and the 2-D layout, with --full.
 ORDINARY = {("ddp 2", "fsdp 2"), ("fsdp 2", "zero3 2"), ("zero3 2", "alone")}
-ORDINARY |= {("zero3 2", "zero3 2")}
+ORDINARY |= {("fsdp 2", "fsdp 2")}
 ON_GPUS = ORDINARY | {
-    ("fsdp 2", "fsdp 2"),
+    ("zero3 2", "zero3 2"),
     ("ddp 2", "fsdp 4"),
     ("fsdp 4", "tensor 2 × pipeline 2"),
 }

@@ -28,7 +28,6 @@ ORDINARY = {
     ("pipeline zero-bubble", 2, "gpt-deep", 1),
     ("tensor × fsdp", 4, "gpt", 1),
     ("pipeline × fsdp", 4, "gpt", 4),
-    ("tensor", 2, "whisper-heads", 4),
     ("pipeline 1f1b", 2, "whisper", 4),
 }
 

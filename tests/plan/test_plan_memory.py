@@ -280,7 +280,7 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
         pytest.param("gpt", 1, 1, marks=pytest.mark.full),
         pytest.param("gpt", 2, 1, marks=pytest.mark.full),
         pytest.param("gpt", 2, 2, marks=pytest.mark.full),
-        ("gpt", 3, 1),
+        pytest.param("gpt", 3, 1, marks=pytest.mark.full),
         pytest.param("logits", 1, 1, marks=pytest.mark.full),
         ("logits", 2, 1),
     ],

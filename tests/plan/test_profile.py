@@ -43,7 +43,7 @@ def whole(thing, mode: ExecutionMode, rows: int):
 
 
 # Every mode but the plainest once; each pair with --full.
-ORDINARY = {("gpt", "selective"), ("llama", "rounded"), ("lmu", "full")}
+ORDINARY = {("gpt", "selective"), ("llama", "rounded")}
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def propose_on_rank_0(mesh) -> dict[str, float]:
     return found
 
 
+@pytest.mark.full
 def test_a_tensor_layout_is_promised_inside_a_run_as_before_it(ranks):
     inside = ranks(2)(propose_on_rank_0)[0]
     before = propose(subject(*GPT, "distributed.strategy=tensor"), Cluster(H100, 2, 2), "bf16")

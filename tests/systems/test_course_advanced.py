@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
     ("ranks", "shape"),
     [
         pytest.param(2, "shard 1 × tensor 2", marks=pytest.mark.full),
-        (4, "shard 2 × tensor 2"),
+        pytest.param(4, "shard 2 × tensor 2", marks=pytest.mark.full),
     ],
 )
 def test_the_hybrid_trains_as_one_process(ranks, shape):
@@ -60,6 +60,7 @@ def test_accumulated_is_the_large_batch_and_the_mean_of_means_is_not():
     assert "no_sync sends 1/4 of the bytes" in words
 
 
+@pytest.mark.full
 def test_overlap_changes_neither_gradients_nor_bytes():
     few = ["--length", "32", "--repeats", "2"]
     words = torchrun("05-advanced/communication_overlap.py", *few)

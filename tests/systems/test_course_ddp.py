@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.both
+@pytest.mark.full
 def test_digits_are_learnt_by_two_ranks_as_by_one_process(tmp_path):
     words = torchrun("01-ddp-basics/ddp_mnist.py", "--save", tmp_path / "digits.pt")
     assert "images scored: 347, of 347" in words

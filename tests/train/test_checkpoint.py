@@ -64,6 +64,7 @@ def test_stopping_and_resuming_on_the_same_ranks_changes_no_bit(ranks, straight,
     assert torch.equal(resumed[0], final)
 
 
+@pytest.mark.full
 def test_four_ranks_go_on_in_the_buckets_they_had(ranks, tmp_path):
     """Two numbers add up alike in any order, four do not: DDP's buckets must be those of before."""
     asked = ["training.steps=4"]
