@@ -80,18 +80,36 @@ BENCH = [
 ]
 
 
+PLAN = [
+    ["plan", "nothing", "--gpu", "h100"],
+    ["plan", "gpt2", "--gpu", "h9000"],
+    ["plan", "gpt2", "--gpu", "h100", "--gpus", "12"],
+    ["plan", "gpt2", "--gpu", "h100", "model.preset=gpt3"],
+    ["plan", "gpt2", "--gpu", "h100", "training.batch=3"],
+    ["plan", "gpt2", "--gpu", "v100", "training.precision=bf16"],
+]
+
+
 def test_nothing_heavy_is_imported_for_them():
+    check_imports([*HELP.values(), *MISTAKES.values(), *BENCH], HEAVY)
+
+
+def test_what_is_wrong_with_a_plan_is_said_before_torch_is_imported():
+    check_imports(PLAN, ("torch", "transformers", "pyarrow"))
+
+
+def check_imports(commands: list[list[str]], unwanted: tuple[str, ...]) -> None:
     """One interpreter answers all of them, so a name stays with whoever imported it first."""
     code = f"""
 import json, sys, muster.cli
 found = {{}}
-for arguments in {[*HELP.values(), *MISTAKES.values(), *BENCH]!r}:
+for arguments in {commands!r}:
     sys.argv, code = ["muster", *arguments], 0
     try:
         muster.cli.main()
     except SystemExit as leaving:
         code = leaving.code
-    heavy = [name for name in {HEAVY!r} if name in sys.modules]
+    heavy = [name for name in {unwanted!r} if name in sys.modules]
     found[" ".join(arguments)] = [code, heavy]
 print("found", json.dumps(found))
 """

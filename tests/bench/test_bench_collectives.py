@@ -70,7 +70,11 @@ def test_bus_bandwidth_is_counted_as_nccl_tests_do():
 
 
 @pytest.mark.parametrize(
-    ("world", "kinds"), [(2, ["float32", "bfloat16", "int64"]), (4, ["int64"])]
+    ("world", "kinds"),
+    [
+        (2, ["float32", "bfloat16", "int64"]),
+        pytest.param(4, ["int64"], marks=pytest.mark.full),
+    ],
 )
 def test_every_collective_form_and_number_type_is_measured_and_right(ranks, world, kinds):
     options = {"dtypes": kinds, "smallest": 1000, "largest": 1000}
@@ -381,6 +385,7 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited(tmp_path):
 
 @needs_namespaces
 @pytest.mark.timeout(180)
+@pytest.mark.full
 def test_two_hosts_teach_the_planner_about_the_network(hosts, tmp_path):  # noqa: F811
     size = ["--min", "1M", "--max", "1M", "--only", "all_reduce", "--gpus", "1"]
     common = ["bench", "collectives", *size, "--nodes", "2", "--master-addr", hosts[0].address]

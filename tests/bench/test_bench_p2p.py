@@ -164,6 +164,7 @@ def test_one_rank_alone_is_refused(ranks):
 
 @needs_namespaces
 @pytest.mark.timeout(180)
+@pytest.mark.full
 def test_two_hosts_are_named_in_the_matrix(hosts, tmp_path):  # noqa: F811
     common = ["bench", "p2p", "--gpus", "1", "--nodes", "2", "--master-addr", hosts[0].address]
     both = [

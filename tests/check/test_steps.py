@@ -221,12 +221,15 @@ def test_a_rank_whose_core_is_busy_is_named(ranks):
     try:
         for process in busy:
             process.stdout.readline()  # it spins
-        finding = only(judged(balance, pool(on_core, cores)), "fail")
+        for _ in range(3):  # the other core may be busy for a moment, too
+            (finding,) = judged(balance, pool(on_core, cores))
+            if finding.status == "fail":
+                break
     finally:
         for process in busy:
             process.kill()
             process.communicate()
-    assert finding.ranks == (1,)
+    assert (finding.status, finding.ranks) == ("fail", (1,))
     assert finding.words.startswith("rank 1 on a: the same work takes ")
     assert finding.figures["slowest_over_median"] > 1.5
 

@@ -13,7 +13,7 @@ from muster.data.speech.windows import (
     choose_lengths,
     round_up,
 )
-from muster.models.whisper.model import WhisperConfig
+from muster.models.configs import WhisperConfig
 
 
 def durations(count: int, seed: int = 0, longest: float = 30.0) -> np.ndarray:

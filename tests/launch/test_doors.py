@@ -133,7 +133,11 @@ def test_a_batch_made_of_two_numbers_stays_on_other_ranks(undisturbed, recipe, t
 
 
 @pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGTERM, "supervisor"), (signal.SIGUSR1, "rank 1")]
+    ("number", "to"),
+    [
+        (signal.SIGTERM, "supervisor"),
+        pytest.param(signal.SIGUSR1, "rank 1", marks=pytest.mark.full),
+    ],
 )
 def test_a_signal_asks_for_a_checkpoint_at_the_next_step(recipe, tmp_path, number, to):
     process = start([*MUSTER, "train", recipe, LONG, "--gpus", "2"], tmp_path)

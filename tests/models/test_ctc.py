@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from muster.models import PRESETS, build
-from muster.models.ctc import Block, DepthwiseConv, LMUCTCConfig, Subsample
+from muster.models.configs import LMUCTCConfig
+from muster.models.ctc import Block, DepthwiseConv, Subsample
 
 SPEECH = [name for name in PRESETS if name.startswith("lmu")]
 CAUSAL = [name for name in PRESETS if name.endswith("-causal")]

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from muster.models import PRESETS
-from muster.models.attention import Cache, DecoderConfig, attention_mask
+from muster.models.attention import Cache, attention_mask
+from muster.models.configs import DecoderConfig
 from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights
 

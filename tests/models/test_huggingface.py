@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from muster.errors import CheckpointError, MusterError, RecipeError
-from muster.models.attention import DecoderConfig, RopeScaling
+from muster.models.configs import DecoderConfig, RopeScaling
 from muster.models.decoder import Decoder
 from muster.models.huggingface.config import family_for
 from muster.models.huggingface.folder import (

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.models import lora
-from muster.models.decoder import Decoder, DecoderConfig, Part, initial_std
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.huggingface.folder import export
 from muster.models.weights import FreshWeights
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.models import build
-from muster.models.resnet import MnistNet, MnistNetConfig, ResNet, ResNetConfig
+from muster.models.configs import MnistNetConfig, ResNetConfig
+from muster.models.resnet import MnistNet, ResNet
 
 COUNTS = {"resnet-18": 11_689_512, "resnet-50": 25_557_032, "mnist-net": 151_306}
 

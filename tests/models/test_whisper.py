@@ -9,13 +9,8 @@ from torch import Tensor
 from transformers.models.whisper.modeling_whisper import sinusoids as their_sinusoids
 
 from muster.models import PRESETS, build
-from muster.models.whisper.model import (
-    SOURCE_POSITIONS,
-    FreshWhisper,
-    Whisper,
-    WhisperConfig,
-    sinusoids,
-)
+from muster.models.configs import WhisperConfig
+from muster.models.whisper.model import SOURCE_POSITIONS, FreshWhisper, Whisper, sinusoids
 from muster.models.whisper.plan import POSITIONS_PER_TOKEN
 from whisper_reference import VOCAB, features, fill, make, ours, their_logits, tokens
 

@@ -138,8 +138,9 @@ def train_in_pool(mesh, folder: str, overrides: list[str]) -> dict:
 
 @pytest.mark.parametrize(
     ("strategy", "collective"),
-    [pytest.param("ddp", "all_reduce", marks=pytest.mark.full), ("fsdp", "all_gather")],
+    [("ddp", "all_reduce"), ("fsdp", "all_gather")],
 )
+@pytest.mark.full
 def test_a_profile_changes_no_loss(ranks, tmp_path, strategy, collective):
     overrides = ["training.epochs=null", "training.steps=7", f"distributed.strategy={strategy}"]
     plain = ranks(2)(train_in_pool, str(tmp_path / "plain"), overrides)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.data.loader import IGNORE, Batch, Inputs
-from muster.models.decoder import Decoder, DecoderConfig, Part, initial_std
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights
 from muster.parallel.apply import apply
 from muster.parallel.engine import Engine, StepFunctions

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from muster.models.decoder import Decoder, DecoderConfig
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder
 from parallel.models import (
     GPT,
     LLAMA,
@@ -116,6 +117,7 @@ def test_fsdp_gathers_each_block_and_reduces_once(ranks, sharding, accumulation)
         assert found == expected
 
 
+@pytest.mark.full
 def test_hsdp_adds_one_sum_of_each_shard_over_the_copies(ranks):
     block, root = elements(GPT, shards=2)
     expected: Traffic = Counter(NORM)
@@ -147,7 +149,7 @@ def of_the_loss(config: DecoderConfig, split: bool) -> Traffic:
     ("config", "loss"),
     [
         pytest.param(GPT, True, id="gpt-split loss"),
-        pytest.param(LLAMA, False, id="llama-whole logits"),
+        pytest.param(LLAMA, False, id="llama-whole logits", marks=pytest.mark.full),
         pytest.param(LLAMA, True, id="llama-split loss", marks=pytest.mark.full),
         pytest.param(GPT, False, id="gpt-whole logits", marks=pytest.mark.full),
     ],

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muster.models.decoder import Decoder, DecoderConfig
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder
 from parallel.models import GPT, LLAMA, LR, make_batch, make_engine, make_functions, micro_batches
 
 FLOAT = 4
@@ -80,7 +81,11 @@ def test_ddp_holds_everything_on_every_rank(ranks, config):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shards"), [("fsdp", 4), ("hsdp", 2)], ids=["fsdp 4", "hsdp 2 × 2"]
+    ("strategy", "shards"),
+    [
+        pytest.param("fsdp", 4, marks=pytest.mark.full, id="fsdp 4"),
+        pytest.param("hsdp", 2, id="hsdp 2 × 2"),
+    ],
 )
 def test_fsdp_holds_a_shard_of_everything(ranks, strategy, shards):
     """Rows are padded to equal shards where they travel, not in the optimizer."""

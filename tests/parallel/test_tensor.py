@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.models.decoder import Decoder, DecoderConfig
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder
 from muster.parallel import tensor
 from muster.recipe.distributed import TensorOptions
 from parallel.models import (

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.data.loader import IGNORE, Batch, Inputs
+from muster.models.configs import WhisperConfig
 from muster.models.whisper import plan as whisper_plan
-from muster.models.whisper.model import FreshWhisper, Whisper, WhisperConfig, WhisperPart
+from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.parallel.apply import apply
 from muster.parallel.engine import Engine, StepFunctions

@@ -8,8 +8,7 @@ from pathlib import Path
 import few_clips
 from muster import models
 from muster.check.parity import TrainingCurve, short_recipe, training_curve
-from muster.models.decoder import DecoderConfig
-from muster.models.whisper.model import WhisperConfig
+from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 from muster.hardware import catalogue
+from muster.plan.find_recipe import find_recipe
 from muster.plan.open_subject import open_subject
 from muster.plan.planner import Planner
 from muster.plan.subject import Subject
@@ -19,7 +20,7 @@ LLAMA = ("llama-micro", *SMALL)
 
 @cache
 def subject(name: str, *overrides: str) -> Subject:
-    return open_subject(name, overrides)
+    return open_subject(find_recipe(name, overrides))
 
 
 @cache

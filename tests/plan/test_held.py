@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muster.models.decoder import DecoderConfig
+from muster.models.configs import DecoderConfig
 from muster.parallel.layout import Layout
 from muster.plan.shards import REST, cut, local_shape, stages
 from muster.plan.subject import Subject

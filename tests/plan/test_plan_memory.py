@@ -225,7 +225,7 @@ PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
 }
 
 
-ORDINARY_PEAKS = ("whole gradients bf16", "pipeline × fsdp")
+ORDINARY_PEAKS = ("whole gradients bf16",)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from muster.parallel.layout import Layout, layout_for
 from muster.plan import report
+from muster.plan.find_recipe import find_recipe
 from muster.plan.memory import GIB, MARGIN
-from muster.plan.open_subject import open_subject
 from muster.plan.search import TIE, _Search, rank, search
 from muster.recipe.batch import solve
 from plan.subjects import GPT, LLAMA, planner, subject
@@ -135,7 +135,7 @@ def test_the_settings_make_train_do_as_planned(layout):
     plans = planner(thing, 8)
     for choice in list(_Search(plans, True)._choices(layout, False))[:12]:
         plan = plans.evaluate(choice)
-        again = open_subject(LLAMA[0], [*LLAMA[1:], *report.settings(plan)]).recipe
+        again = find_recipe(LLAMA[0], [*LLAMA[1:], *report.settings(plan)])
         assert layout_for(again.distributed, 8) == layout
         sizes = solve(again.training, layout.data_ranks)
         assert sizes.accumulation == choice.accumulation

@@ -175,7 +175,7 @@ def in_all(sent: Counter[Sent]) -> Counter[str]:
     return total
 
 
-ORDINARY = ("ddp", "pipeline tied", "fsdp frozen")
+ORDINARY = ("pipeline tied", "fsdp frozen")
 
 
 @pytest.mark.parametrize(

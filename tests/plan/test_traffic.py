@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from muster.models.decoder import DecoderConfig
+from muster.models.configs import DecoderConfig
 from muster.parallel.apply import apply
 from muster.parallel.layout import layout_for
 from muster.plan.fake_cuda import autocast

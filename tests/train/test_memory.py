@@ -243,8 +243,12 @@ def test_other_phases_are_told_apart_and_never_shrink(ranks, tmp_path, phase, st
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        pytest.param(1, ["model.norm=batch", "model.dropout=0.1"], marks=pytest.mark.full),
-        (2, ["model.norm=batch", "model.dropout=0.1", "training.per_device_batch_size=2"]),
+        (1, ["model.norm=batch", "model.dropout=0.1"]),
+        pytest.param(
+            2,
+            ["model.norm=batch", "model.dropout=0.1", "training.per_device_batch_size=2"],
+            marks=pytest.mark.full,
+        ),
         pytest.param(2, ["distributed.strategy=fsdp"], marks=pytest.mark.full),
         pytest.param(
             2,

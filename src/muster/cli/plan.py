@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from muster.hardware.catalogue import Accelerator
     from muster.plan.planner import Plan, Planner
     from muster.plan.search import SearchResult
-    from muster.plan.time import Cluster
     from muster.recipe.schema import Recipe
 
 
@@ -87,20 +86,25 @@ def plan(
         raise RecipeError(
             f"RECIPE: name a recipe or a model: {program()} plan gpt2 --gpus 8 --gpu h100"
         )
-    from muster.cli import plan_table
+    from muster.plan.find_recipe import find_recipe
+
+    device, count = _devices(gpu, gpus, network)
+    size = _per_node(device, count, per_node)
+    changes = list(overrides or [])
+    resolved = find_recipe(recipe, changes)
+    if scaled := _scaled_by(resolved, count, size):
+        changes += scaled
+        resolved = find_recipe(recipe, changes)
+    precision = _precision(resolved.training.precision, device)
+
+    from muster.cli import plan_table  # torch, from here on: mistakes are found before
     from muster.plan import report
     from muster.plan.open_subject import open_subject
     from muster.plan.planner import Planner
     from muster.plan.search import search
+    from muster.plan.time import Cluster
 
-    device, count = _devices(gpu, gpus, network)
-    cluster = _cluster(device, count, per_node)
-    changes = list(overrides or [])
-    subject = open_subject(recipe, changes)
-    if scaled := _scaled_by(subject.recipe, cluster):
-        changes += scaled
-        subject = open_subject(recipe, changes)
-    precision = _precision(subject.recipe.training.precision, device)
+    subject, cluster = open_subject(resolved), Cluster(device, count, size)
     planner = Planner(subject, cluster, precision, measure_loading=gpu is None)
     with console.status("searching strategies …") if not as_json else nullcontext():
         found = search(planner)
@@ -113,7 +117,7 @@ def plan(
     document = report.as_dict(planner, found, recipe)
     if simulate:
         settings = report.settings(found.best)
-        again = open_subject(recipe, [*changes, *settings])
+        again = open_subject(find_recipe(recipe, [*changes, *settings]))
         document["simulation"] = _simulate(again, found.best, planner, quiet=as_json)
     if plot:
         document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
@@ -131,14 +135,14 @@ def plan(
         console.print(f"drawn: {path}")
 
 
-def _scaled_by(recipe: Recipe, cluster: Cluster) -> list[str]:
+def _scaled_by(recipe: Recipe, world: int, per_node: int) -> list[str]:
     """What `training.scale_with_ranks` makes of the recipe at a first start there, as overrides."""
+    if recipe.training.scale_with_ranks == "none":
+        return []
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import settle
 
-    if recipe.training.scale_with_ranks == "none":
-        return []
-    layout = layout_for(recipe.distributed, cluster.world, local_world=cluster.per_node)
+    layout = layout_for(recipe.distributed, world, local_world=per_node)
     settled = settle(recipe, layout.data_ranks)
     before, after = recipe.training.model_dump(), settled.training.model_dump()
     return [f"training.{key}={value}" for key, value in after.items() if value != before[key]]
@@ -203,16 +207,14 @@ def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[
     return device, count
 
 
-def _cluster(device: Accelerator, count: int, per_node: int | None) -> Any:
-    from muster.plan.time import Cluster
-
+def _per_node(device: Accelerator, count: int, per_node: int | None) -> int:
     size = per_node or device.per_node
     if count > size and count % size:
         raise RecipeError(
             f"--gpus: {count} are not a whole number of machines of {size}; use "
             f"{count - count % size}, or set --per-node"
         )
-    return Cluster(device, count, size)
+    return size
 
 
 def _precision(asked: str, device: Accelerator) -> str:

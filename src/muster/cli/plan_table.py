@@ -64,7 +64,7 @@ def _count(number: int) -> str:
 def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
     """The command that follows the plan; to be run on every node."""
     from muster.plan import report
-    from muster.plan.open_subject import as_recipe
+    from muster.plan.find_recipe import as_recipe
 
     name, needed = as_recipe(recipe)
     where = [f"--gpus {min(cluster.world, cluster.per_node)}"]

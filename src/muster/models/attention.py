@@ -3,55 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-class RopeScaling(NamedTuple):
-    """Llama 3.1's stretching of slow rotations beyond the length it was first trained at."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_positions: int
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    vocab: int
-    layers: int
-    width: int
-    heads: int
-    hidden: int  # of the feed-forward
-    kv_heads: int = 0  # 0: as many as heads
-    head_size: int = 0  # 0: width / heads
-    positions: int = 1024  # the longest sequence
-    position: Literal["learned", "rotary"] = "learned"
-    norm: Literal["layer", "rms"] = "layer"
-    activation: Literal["gelu", "swiglu"] = "gelu"
-    bias: bool = True  # on every linear layer
-    qkv_bias: bool = True  # on q, k, v
-    tied: bool = True
-    eps: float = 1e-5
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    window: int | None = None  # tokens a token looks back at most (Mistral)
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("kv_heads", self.kv_heads or self.heads),
-            ("head_size", self.head_size or self.width // self.heads),
-        ):
-            object.__setattr__(self, name, value)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.position == "rotary" and self.head_size % 2:
-            raise ValueError(f"head_size {self.head_size} is odd; rotary positions turn pairs")
+from muster.models.configs import DecoderConfig
 
 
 class Cache:

@@ -14,39 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.models.configs import LMUCTCConfig
 from muster.models.lmu import LMUMemory
-from muster.models.norm import NormKind, make_norm, valid_frames
+from muster.models.norm import make_norm, valid_frames
 from muster.models.plan import ParallelPlan
 
 SUBSAMPLING = 4
-
-
-@dataclass(frozen=True)
-class LMUCTCConfig:
-    """channels counts one direction; theta_frames is in frames after subsampling."""
-
-    width: int
-    blocks: int
-    channels: int
-    order: int
-    theta_frames: float
-    kernel: int
-    ff_mult: int
-    bidirectional: bool = True
-    causal: bool = False
-    norm: NormKind = "layer"
-    dropout: float = 0.0
-    mels: int = 80
-    vocab: int = 29
-
-    def __post_init__(self) -> None:
-        if self.causal and self.bidirectional:
-            raise ValueError(
-                "causal and bidirectional are both true; a causal model uses past frames only: "
-                "set bidirectional to false"
-            )
-        if not self.causal and self.kernel % 2 == 0:
-            raise ValueError(f"kernel is {self.kernel}; centred convolutions need an odd one")
 
 
 @dataclass

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muster.models.attention import Attention, Cache, DecoderConfig
+from muster.models.attention import Attention, Cache
+from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu
 from muster.models.plan import ParallelPlan, Split
 

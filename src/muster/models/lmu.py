@@ -15,15 +15,15 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.models.configs import Form
 from muster.models.gpu_kernels import for_gpu, with_values
 
-Form = Literal["auto", "recurrent", "toeplitz", "chunked", "fft"]
 T = TypeVar("T")
 
 

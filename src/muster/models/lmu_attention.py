@@ -8,32 +8,16 @@ size, and what remains is linear. e_m stays exact, as Ā + B̄ e_mᵀ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.lmu import Form, LMUMemory, legendre
-from muster.models.norm import NormKind, make_norm, valid_frames
+from muster.models.configs import Form, LMUAttentionConfig
+from muster.models.lmu import LMUMemory, legendre
+from muster.models.norm import make_norm, valid_frames
 from muster.models.plan import ParallelPlan
-
-
-@dataclass(frozen=True)
-class LMUAttentionConfig:
-    """theta in frames; form "recurrent" steps through time as in the guide, for comparison."""
-
-    mels: int = 80
-    width: int = 512
-    blocks: int = 4
-    heads: int = 8
-    order: int = 256
-    theta: float = 1000.0
-    form: Form = "auto"
-    norm: NormKind = "layer"
-    dropout: float = 0.0
-    vocab: int = 29
 
 
 class LMULayer(nn.Module):

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from muster.errors import CheckpointError, MusterError, RecipeError
-from muster.models.decoder import DecoderConfig
+from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.models.huggingface.config import family_for
 from muster.models.huggingface.folder import place
 from muster.models.huggingface.tensors import TensorLocation, new_folder
 from muster.models.weights import Region, Weights, keyed_generator
-from muster.models.whisper.model import Whisper, WhisperConfig
+from muster.models.whisper.model import Whisper
 
 WHISPER_NAMES = {
     "q": "q_proj",

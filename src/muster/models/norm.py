@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NormKind = Literal["layer", "batch"]
+from muster.models.configs import NormKind
 
 
 def valid_frames(lengths: Tensor, time: int) -> Tensor:

@@ -6,39 +6,16 @@ bottleneck sits on its 3×3 convolution, as there ("v1.5").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.models.configs import MnistNetConfig, ResNetConfig
 from muster.models.norm import BatchNorm2d
 from muster.models.plan import ParallelPlan
 
 GRID = 4  # MnistNet's head sees this many by this many regions, whatever the image's size
-
-
-@dataclass(frozen=True)
-class ResNetConfig:
-    """The "small" stem, 3×3 and without pooling, is for images below 64 pixels."""
-
-    depth: Literal[18, 50] = 18
-    classes: int = 1000
-    channels: int = 3
-    stem: Literal["imagenet", "small"] = "imagenet"
-
-    def __post_init__(self) -> None:
-        for name, known in (("depth", (18, 50)), ("stem", ("imagenet", "small"))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {known}")
-
-
-@dataclass(frozen=True)
-class MnistNetConfig:
-    classes: int = 10
-    channels: int = 1
-    width: int = 32  # of the first convolution
-    hidden: int = 128
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:

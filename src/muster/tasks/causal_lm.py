@@ -20,7 +20,7 @@ from muster.data.text import tokenizers as tokens
 from muster.data.text.packing import PackedSample, PackedSource
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import RecipeError
-from muster.models.attention import DecoderConfig, RopeScaling
+from muster.models.configs import DecoderConfig, RopeScaling
 from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe

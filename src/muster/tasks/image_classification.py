@@ -16,7 +16,7 @@ from muster.data.corpus import Split
 from muster.data.images.source import Images, ImageSample, ImageSource, find_classes, read
 from muster.data.loader import Batch
 from muster.errors import RecipeError
-from muster.models.resnet import MnistNetConfig, ResNetConfig
+from muster.models.configs import MnistNetConfig, ResNetConfig
 from muster.recipe.schema import Model, Recipe
 from muster.tasks.base import AnyRank, Counts, Example, Inputs, Lengths, Score
 

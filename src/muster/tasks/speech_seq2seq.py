@@ -26,12 +26,13 @@ from muster.data.speech.whisper_targets import pair
 from muster.data.speech.whisper_text import WhisperTokens, timestamps_in_range
 from muster.errors import RecipeError
 from muster.evaluate.normalise import make_normaliser, read_spelling
+from muster.models.configs import WhisperConfig
 from muster.models.gpu_kernels import for_gpu
 from muster.models.huggingface import folder as huggingface
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.folder import Generation
-from muster.models.whisper.model import FreshWhisper, Whisper, WhisperConfig, WhisperPart
+from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
 from muster.tasks.base import AnyRank, Counts, Lengths, Score

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from muster.launch.join import joined
 from muster.models import configure
-from muster.models.decoder import Decoder, DecoderConfig, initial_std
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder, initial_std
 from muster.models.weights import FreshWeights
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh

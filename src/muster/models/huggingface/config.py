@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.errors import MusterError, RecipeError
-from muster.models.attention import DecoderConfig, RopeScaling
+from muster.models.configs import DecoderConfig, RopeScaling
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral")  # in the order they are tried for export
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from muster.errors import RecipeError
-from muster.models.decoder import Decoder, DecoderConfig
+from muster.models.configs import DecoderConfig
+from muster.models.decoder import Decoder
 from muster.models.huggingface.config import (
     family_for,
     read_config,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from muster.errors import RecipeError
+from muster.models.configs import WhisperConfig
 from muster.models.huggingface.config import ConfigFile
 from muster.models.huggingface.tensors import (
     SHARD_BYTES,
@@ -22,7 +23,7 @@ from muster.models.huggingface.tensors import (
     refuse_other_state,
     write_folder,
 )
-from muster.models.whisper.model import Whisper, WhisperConfig
+from muster.models.whisper.model import Whisper
 
 KEYS = {
     "vocab": "vocab_size",

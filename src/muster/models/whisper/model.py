@@ -7,7 +7,6 @@ window may be shorter than 30 s: positions are cut to it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Cache
+from muster.models.configs import WhisperConfig
 from muster.models.decoder import Part, TiedHead
 from muster.models.plan import ParallelPlan
 from muster.models.weights import FreshWeights, Region
@@ -22,27 +22,6 @@ from muster.models.whisper.plan import parallel_plan
 from muster.models.whisper.search import Search, generate
 
 SOURCE_POSITIONS = "model.encoder.embed_positions.weight"
-
-
-@dataclass(frozen=True)
-class WhisperConfig:
-    vocab: int
-    width: int
-    encoder_layers: int
-    encoder_heads: int
-    encoder_hidden: int  # of the feed-forward
-    decoder_layers: int
-    decoder_heads: int
-    decoder_hidden: int
-    mels: int = 80
-    source_positions: int = 1500  # the longest window: two frames each, 20 ms
-    target_positions: int = 448  # the most tokens, prompt and end included
-    dropout: float = 0.0  # on what is added to the residual stream, and on its beginning
-
-    def __post_init__(self) -> None:
-        for name in ("encoder_heads", "decoder_heads"):
-            if self.width % (heads := getattr(self, name)):
-                raise ValueError(f"width {self.width} is not a multiple of {name} {heads}")
 
 
 class WhisperCache(Cache):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from muster.models.plan import ParallelPlan, Split
 
 if TYPE_CHECKING:
-    from muster.models.whisper.model import WhisperConfig
+    from muster.models.configs import WhisperConfig
 
 POSITIONS_PER_TOKEN = 12  # encoder positions of 20 ms for one token of text: four tokens a second
 
