@@ -7,7 +7,7 @@ from typing import Any
 
 from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout
-from muster.plan.memory import GIB, MARGIN, Choice
+from muster.plan.memory import GIB, MARGIN, Choice, static_memory
 from muster.plan.planner import Plan, Planner, choice_summary
 from muster.plan.search import SearchResult
 from muster.plan.time import Cluster
@@ -58,14 +58,11 @@ def _per_device(plan: Plan) -> int:
 
 def decision_tree(planner: Planner, found: SearchResult) -> list[str]:
     """How the plan was chosen, question by question."""
-    device, capacity = planner.cluster.device, planner.capacity / GIB
-    single = planner.evaluate(_single_device(planner))
-    lines = [
-        f"Does one copy fit on one {device.title}? {_yes(planner.fits(single))} It needs "
-        f"{single.memory.total / GIB:.1f} of {capacity:.1f} GiB, {choice_summary(single.choice)}."
-    ]
+    device = planner.cluster.device
+    fits, needs = _fits_one_device(planner)
+    lines = [f"Does one copy fit on one {device.title}? {_yes(fits)} It needs {needs}."]
     best = found.best
-    if planner.fits(single):
+    if fits:
         lines += _copies(planner, found)
     else:
         lines.append(
@@ -119,9 +116,10 @@ def _yes(answer: bool) -> str:
     return "Yes." if answer else "No."
 
 
-def _single_device(planner: Planner) -> Choice:
-    training = planner.subject.recipe.training
-    return Choice(
+def _fits_one_device(planner: Planner) -> tuple[bool, str]:
+    """And what it needs there; without a recording where the weights alone do not fit."""
+    training, capacity = planner.subject.recipe.training, planner.capacity / GIB
+    choice = Choice(
         Layout(),
         planner.precision,
         rows=1,
@@ -129,6 +127,14 @@ def _single_device(planner: Planner) -> Choice:
         checkpointing=training.activation_checkpointing,
         compiled=training.compile,
     )
+    (stage,) = planner.stages(choice.layout)
+    least = sum(static_memory(choice, stage).values()) / GIB
+    if least > capacity:
+        alone = "for weights, gradients and the optimizer alone"
+        return False, f"{least:.1f} of {capacity:.1f} GiB {alone}"
+    plan = planner.evaluate(choice)
+    total = plan.memory.total / GIB
+    return planner.fits(plan), f"{total:.1f} of {capacity:.1f} GiB, {choice_summary(choice)}"
 
 
 def remedies(planner: Planner, found: SearchResult) -> list[str]:
