@@ -38,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return  # its parent has done so for all
     ordinary = not any(config.getoption(f"--{name}") for name in SETS)
-    if ordinary and config.args == config.getini("testpaths"):
+    whole = config.args == config.getini("testpaths") or config.getoption("-m") == "serial"
+    if ordinary and whole:
         config.pluginmanager.register(Budget(), "budget")
     if config.getoption("--gpu"):
         import torch

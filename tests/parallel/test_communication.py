@@ -117,7 +117,6 @@ def test_fsdp_gathers_each_block_and_reduces_once(ranks, sharding, accumulation)
         assert found == expected
 
 
-@pytest.mark.full
 def test_hsdp_adds_one_sum_of_each_shard_over_the_copies(ranks):
     block, root = elements(GPT, shards=2)
     expected: Traffic = Counter(NORM)

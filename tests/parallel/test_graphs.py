@@ -7,7 +7,6 @@ import json
 import pytest
 
 from muster.errors import RecipeError
-from muster.models.plan import ParallelPlan
 from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.layout import Layout
 from muster.recipe.load import load
@@ -82,4 +81,4 @@ def test_what_cannot_be_recorded_is_refused(layout, override, said):
     name = "speech" if "ctc" in override else "whisper-micro"
     recipe = load(name, ["training.cuda_graphs=true", override])
     with pytest.raises(RecipeError, match=rf"training\.cuda_graphs: .*{said}"):
-        refuse_conflicts(recipe, layout, ParallelPlan(blocks=()))
+        refuse_conflicts(recipe, layout)

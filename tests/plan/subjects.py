@@ -30,10 +30,17 @@ def _recorded(thing: Subject) -> Planner:
 
 
 def planner(
-    thing: Subject, gpus: int = 1, *, gib: float | None = None, per_node: int = 8
+    thing: Subject,
+    gpus: int = 1,
+    *,
+    gib: float | None = None,
+    per_node: int = 8,
+    network: float | None = None,
 ) -> Planner:
-    """On so many H100s, or devices like it with other memory."""
+    """On so many H100s, or devices like it with other memory, or a network of so many GB/s."""
     device = catalogue.find("h100")
+    if network is not None:
+        device = replace(device, network_gb_per_s=network)
     if gib is not None:
         device = replace(device, memory_gib=gib)
     return _recorded(thing).on(Cluster(device, gpus, per_node))

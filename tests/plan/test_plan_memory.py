@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -170,7 +171,7 @@ def test_weights_that_rest_have_no_gradients(ranks, strategy):
 BIG = {
     "gpt": dataclasses.replace(GPT, vocab=300, layers=6, width=256, hidden=1024),
     "llama": dataclasses.replace(LLAMA, vocab=6000, layers=6, width=256, hidden=1024),
-    "logits": dataclasses.replace(GPT, vocab=60000, layers=3, width=32, hidden=64),
+    "logits": dataclasses.replace(GPT, vocab=64 * 900, layers=3, width=8, hidden=16),
 }
 
 
@@ -275,23 +276,35 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
 
 
 @pytest.mark.parametrize(
-    ("model", "stage", "count"),
+    ("model", "stage", "count", "elements"),
     [
-        pytest.param("gpt", 1, 1, marks=pytest.mark.full),
-        pytest.param("gpt", 2, 1, marks=pytest.mark.full),
-        pytest.param("gpt", 2, 2, marks=pytest.mark.full),
-        pytest.param("gpt", 3, 1, marks=pytest.mark.full),
-        pytest.param("logits", 1, 1, marks=pytest.mark.full),
-        ("logits", 2, 1),
+        pytest.param("gpt", 1, 1, None, marks=pytest.mark.full),
+        pytest.param("gpt", 1, 2, None, marks=pytest.mark.full),
+        pytest.param("gpt", 2, 1, None, marks=pytest.mark.full),
+        pytest.param("gpt", 2, 2, None, marks=pytest.mark.full),
+        ("gpt", 3, 1, None),
+        pytest.param("llama", 1, 1, None, marks=pytest.mark.full),
+        pytest.param("llama", 2, 1, None, marks=pytest.mark.full),
+        pytest.param("logits", 1, 1, None, marks=pytest.mark.full),
+        ("logits", 2, 1, None),
+        ("logits", 2, 1, 1_000_000),  # more than the model: nothing is reduced before the end
     ],
 )
-def test_deepspeed_rises_as_high_as_was_planned(ranks, model, stage, count):
-    """Beside the bucket, which is larger than all the rest of so small a model. It comes after the
-    logits are gone."""
+def test_deepspeed_rises_as_high_as_was_planned(
+    ranks, tmp_path, monkeypatch, model, stage, count, elements
+):
+    """Beside the bucket of DeepSpeed's usual size, which is larger than all the rest of so small a model;
+    it comes after the logits are gone. A smaller bucket does not matter beside them."""
     pytest.importorskip("deepspeed")
-    recipe = make_recipe({"strategy": f"zero{stage}"})
+    options: dict[str, Any] = {"strategy": f"zero{stage}"}
+    if elements:
+        monkeypatch.setattr(memory, "ZERO_BUCKET", elements)
+        path = tmp_path / "deepspeed.json"
+        path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": elements}}))
+        options["deepspeed"] = {"config": str(path)}
+    recipe = make_recipe(options)
     choice = choice_of(recipe, 2, "fp32", count)
-    bucket = choice.low * memory.ZERO_BUCKET
+    bucket = 0 if elements else choice.low * memory.ZERO_BUCKET
     planned = needed(model, recipe, choice).allocated - memory.WORKSPACE - bucket
     real = ranks(2)(highest, model, recipe, "fp32", count)[0] - bucket
     assert planned == pytest.approx(real, rel=0.1)

@@ -42,8 +42,8 @@ def whole(thing, mode: ExecutionMode, rows: int):
     return recorder.record(depths_of(thing), rows)
 
 
-# Every mode but the plainest once; each pair with --full.
-ORDINARY = {("gpt", "selective"), ("llama", "rounded")}
+# Both kinds of checkpointing and rounded weights; each pair with --full.
+ORDINARY = {("gpt", "selective"), ("gpt", "full"), ("llama", "rounded")}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from muster.parallel.layout import Layout, layout_for
 from muster.plan import report
 from muster.plan.find_recipe import find_recipe
 from muster.plan.memory import GIB, MARGIN
-from muster.plan.search import TIE, _Search, rank, search
+from muster.plan.search import CHECKPOINTING_MODES, TIE, _Search, rank, search
 from muster.recipe.batch import solve
 from plan.subjects import GPT, LLAMA, planner, subject
 
@@ -59,6 +59,32 @@ def test_a_copy_that_does_not_fit_is_sharded():
     assert found.best is not None
     assert found.best.strategy in ("fsdp", "zero2", "zero3")
     assert "needs" in found.rejected["ddp"]
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(8, marks=pytest.mark.full)])
+def test_what_is_not_evaluated_would_not_have_won(gpus, monkeypatch):
+    """From devices that hold one sample with full checkpointing to those that hold everything."""
+    thing = subject(*GPT)
+    nothing = search(planner(thing, gpus, gib=0.5))
+    assert nothing.closest
+    lowest = 1.001 * nothing.closest.memory.total / GIB / (1 - MARGIN)
+    plans = [planner(thing, gpus, gib=lowest * (1 + part / 100)) for part in range(0, 16, 2)]
+    quick = [search(each) for each in plans]
+    monkeypatch.setattr(_Search, "_least_time", lambda *_: 0.0)
+    monkeypatch.setattr(_Search, "_possible_saving", lambda *_: None)
+    whole = [search(each) for each in plans]
+    for found, expected in zip(quick, whole, strict=True):
+        assert found.best == expected.best
+        strategies = [{plan.strategy for plan in one.plans} for one in (found, expected)]
+        assert gpus > 1 or strategies[0] == strategies[1]
+    assert len({found.best and found.best.choice.checkpointing for found in quick}) > 2
+    monkeypatch.undo()
+    for nodes in (plans[0], planner(thing, 2 * gpus, per_node=1, network=0.1)):
+        bound = _Search(nodes, True)
+        for layout in (Layout(replicate=nodes.cluster.world), Layout(shard=nodes.cluster.world)):
+            for choice in bound._choices(layout, False):
+                assert bound._least_time(choice) <= nodes.evaluate(choice).duration.total
+    assert sum(len(found.plans) for found in quick) < sum(len(found.plans) for found in whole)
 
 
 def test_ties_go_to_the_simpler():
@@ -133,7 +159,9 @@ def test_a_strategy_that_is_asked_for_is_the_only_one_weighed():
 def test_the_settings_make_train_do_as_planned(layout):
     thing = subject(*LLAMA)
     plans = planner(thing, 8)
-    for choice in list(_Search(plans, True)._choices(layout, False))[:12]:
+    choices = list(_Search(plans, True)._choices(layout, False))
+    by_mode = [[c for c in choices if c.checkpointing == mode] for mode in CHECKPOINTING_MODES]
+    for choice in (choice for some in by_mode for choice in some[:4]):
         plan = plans.evaluate(choice)
         again = find_recipe(LLAMA[0], [*LLAMA[1:], *report.settings(plan)])
         assert layout_for(again.distributed, 8) == layout
@@ -151,6 +179,33 @@ def test_the_answer_is_told_as_the_guides_tree():
     assert lines[-2].startswith("Chosen: replicate 8") or lines[-1].startswith(
         "Chosen: replicate 8"
     )
+
+
+def test_a_copy_whose_weights_alone_do_not_fit_is_not_recorded():
+    plans = planner(subject(*GPT), 8)
+    small = planner(subject(*GPT), 8, gib=0.001)
+    lines = report.decision_tree(small, search(plans, thorough=False))
+    assert lines[0].endswith("of 0.0 GiB for weights, gradients and the optimizer alone.")
+    assert " No. " in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "only"),
+    [
+        ("distributed.ddp.static_graph=true", {("none", 1), ("selective", 1), ("full", 1)}),
+        ("training.cuda_graphs=true", {("none", n) for n in (1, 2, 4)}),
+    ],
+)
+def test_a_conflict_of_one_choice_leaves_the_others(key, only):
+    """Static graphs exclude accumulation, CUDA graphs exclude checkpointing."""
+    thing = subject(*GPT, key)
+    gpus = 1 if "cuda" in key else 2
+    layout = Layout(replicate=gpus)
+    allowed = _Search(planner(thing, gpus), True)._allowed(layout, False)
+    found = {(choice.checkpointing, choice.accumulation) for choice in allowed}
+    assert only <= found
+    assert {mode for mode, _ in found} == {mode for mode, _ in only}
+    assert "cuda" in key or {count for _, count in found} == {1}
 
 
 def test_the_arithmetic_names_every_part():

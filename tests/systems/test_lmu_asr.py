@@ -78,7 +78,7 @@ def test_the_learning_rate_follows_the_batch_as_the_guide_says():
         ("torchrun --nproc_per_node=1 test_distributed_setup.py", 1),
     ],
 )
-@pytest.mark.guides
+@pytest.mark.full
 def test_the_set_up_is_tested_as_the_guide_prints_it(command, ranks):
     done = run(command.split(), SYSTEM, code=None, env={"CUDA_VISIBLE_DEVICES": ""})
     assert f"Rank: {ranks - 1}/{ranks}, " in done.stdout, done.stdout + done.stderr

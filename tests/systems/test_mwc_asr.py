@@ -227,7 +227,7 @@ def test_weights_that_were_fetched_are_found(system, tmp_path):
     assert done.stderr.startswith(f"error: {NO_DATA}")
 
 
-@pytest.mark.guides
+@pytest.mark.full
 def test_validation_shows_every_rank_and_a_verdict(system):
     command = "torchrun --nproc_per_node=4 --standalone validate_distributed.py"
     done = call(system, command.replace("=4", "=2"), of=command)

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from muster.models.configs import (
+    DecoderConfig,
+    LMUAttentionConfig,
+    LMUCTCConfig,
+    MnistNetConfig,
+    ResNetConfig,
+    WhisperConfig,
+)
 from muster.models.presets import PRESETS, configure
 
 if TYPE_CHECKING:
@@ -16,14 +24,6 @@ def build(preset: str, vocab: int | None = None, **overrides: object) -> nn.Modu
     """The preset's model, any field of its config replaced by name. Models of images have no
     `vocab`; they have `classes`."""
     from muster.models import ctc, decoder, lmu_attention, resnet
-    from muster.models.configs import (
-        DecoderConfig,
-        LMUAttentionConfig,
-        LMUCTCConfig,
-        MnistNetConfig,
-        ResNetConfig,
-        WhisperConfig,
-    )
     from muster.models.whisper.model import Whisper
 
     if vocab is not None:

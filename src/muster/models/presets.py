@@ -113,7 +113,7 @@ def configure(preset: str, **overrides: object) -> Config:
     """The preset's config, any of its fields replaced by name."""
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, n=2, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(f"no preset {preset!r}{hint} Known: {', '.join(PRESETS)}")
     config = PRESETS[preset]
     known = [field.name for field in dataclasses.fields(config)]

@@ -15,7 +15,7 @@ from muster.parallel.blocks import (
     find_blocks,
     prepare_norms,
 )
-from muster.parallel.conflicts import refuse_conflicts
+from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.graphs import Graphs
@@ -38,13 +38,14 @@ def apply(
     model that was built on the meta device its weights."""
     layout, options = mesh.layout, recipe.distributed
     nn.functional.linear = LINEAR  # ZeRO 3 replaces it for all models of the process
+    refuse_conflicts(recipe, layout)
     if layout.zero:
         from muster.parallel import deepspeed
 
         return deepspeed.apply(builder, mesh, recipe, precision, make_optimizer)
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
-    refuse_conflicts(recipe, layout, plan)
+    refuse_tensor_conflicts(recipe, layout, plan)
     sharded = layout.data_ranks > 1 and not layout.only_replicas
     stage = layout.pipeline > 1
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device

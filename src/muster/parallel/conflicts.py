@@ -8,9 +8,8 @@ from muster.parallel.layout import Layout
 from muster.recipe.schema import Recipe
 
 
-def refuse_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None:
+def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
     training, options = recipe.training, recipe.distributed
-    splits = layout.tensor > 1
     if training.cuda_graphs and (layout.world > 1 or layout.zero):
         raise RecipeError(
             f"training.cuda_graphs: graphs are captured on a single GPU; this is {layout}. Set it to "
@@ -26,29 +25,10 @@ def refuse_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None
             "training.cuda_graphs: activation checkpointing cannot be captured; set it to false, or "
             "training.activation_checkpointing to none"
         )
-    if recipe.model.lora and (layout.zero or splits or layout.pipeline > 1):
+    if recipe.model.lora and (layout.zero or layout.tensor > 1 or layout.pipeline > 1):
         raise RecipeError(
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy"
-        )
-    if splits and plan.shards_sequence and options.tensor_options.sequence_parallel:
-        length = recipe.data.sequence_length
-        if length % layout.tensor:
-            raise RecipeError(
-                f"data.sequence_length: {length} is not a multiple of the {layout.tensor} tensor ranks "
-                f"that share each sequence; use {length - length % layout.tensor}, or set "
-                "distributed.tensor_options.sequence_parallel=false"
-            )
-    elif splits and recipe.model.dropout:
-        cure = "set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
-        raise RecipeError(
-            "model.dropout: tensor ranks with replicated activations would draw different dropout "
-            f"masks; {cure if plan.shards_sequence else 'set it to 0'}"
-        )
-    if splits and training.label_smoothing and options.tensor_options.loss_parallel:
-        raise RecipeError(
-            "training.label_smoothing: torch has none for logits that are sharded along the "
-            "vocabulary; set distributed.tensor_options.loss_parallel=false, or label_smoothing to 0"
         )
     if recipe.model.freeze_encoder and layout.pipeline > 1:
         raise RecipeError(
@@ -67,4 +47,30 @@ def refuse_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None
         raise RecipeError(
             f"distributed.fsdp.cpu_offload: nothing is sharded by FSDP under {layout}; use strategy "
             "fsdp or hsdp, or set it to false"
+        )
+
+
+def refuse_tensor_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None:
+    """Those that depend on how the model's matrices are split."""
+    if layout.tensor == 1:
+        return
+    training, options = recipe.training, recipe.distributed
+    if plan.shards_sequence and options.tensor_options.sequence_parallel:
+        length = recipe.data.sequence_length
+        if length % layout.tensor:
+            raise RecipeError(
+                f"data.sequence_length: {length} is not a multiple of the {layout.tensor} tensor ranks "
+                f"that share each sequence; use {length - length % layout.tensor}, or set "
+                "distributed.tensor_options.sequence_parallel=false"
+            )
+    elif recipe.model.dropout:
+        cure = "set distributed.tensor_options.sequence_parallel=true, or dropout to 0"
+        raise RecipeError(
+            "model.dropout: tensor ranks with replicated activations would draw different dropout "
+            f"masks; {cure if plan.shards_sequence else 'set it to 0'}"
+        )
+    if training.label_smoothing and options.tensor_options.loss_parallel:
+        raise RecipeError(
+            "training.label_smoothing: torch has none for logits that are sharded along the "
+            "vocabulary; set distributed.tensor_options.loss_parallel=false, or label_smoothing to 0"
         )

@@ -28,7 +28,6 @@ from muster.parallel.blocks import (
     find_blocks,
     prepare_norms,
 )
-from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
@@ -68,7 +67,6 @@ def apply(
         model = builder.build_model()
     prepare_norms(model, recipe)
     plan: ParallelPlan = model.plan  # type: ignore[assignment]
-    refuse_conflicts(recipe, mesh.layout, plan)
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
     if recipe.training.compile:

@@ -24,7 +24,7 @@ LONGEST = 4096  # default maximum sequence length in tokens
 
 
 def find_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A plan needs no data, but the size of the model."""
+    """With these overrides. Its data may be missing, since a plan needs none."""
     try:
         recipe = _load(*as_recipe(name), overrides)
     except RecipeError as error:

@@ -307,32 +307,35 @@ def _zero_points(
     """DeepSpeed allocates a gradient bucket: at stage 3 once, at stages 1 and 2 with the first gradient
     of each backward pass. Reducing it makes copies: of the bucket at stage 3, of this rank's partition
     at stage 2, which are then accumulated."""
-    ranks, level, low = choice.layout.shard, choice.layout.zero, choice.low
-    gradients, own = static["gradients"], static["master weights"] // FLOAT
-    bucket, live, copies = low * ZERO_BUCKET, 0, 0.0
+    level, low = choice.layout.zero, choice.low
+    gradients, bucket = static["gradients"], low * ZERO_BUCKET
     if level == 3:
         block = max((n for (_, name), n in stage.groups().items() if name), default=0)
         live = low * min(stage.numel, ZERO_LIVE + ZERO_PREFETCH + block)
-        copies = low * min(stage.trained, ZERO_BUCKET) * (1 + 1 / ranks)
-    elif level == 2:
-        copies = low * own + (gradients if choice.accumulation > 1 else 0)
-    else:
-        gradients = max(gradients, low * stage.trained)  # unsharded until they are reduced
-    if level == 3:
+        copies = low * min(stage.trained, ZERO_BUCKET) * (1 + 1 / choice.layout.shard)
         yield _MemoryPoint(gradients, _peak_activations(workload), bucket + live)
+        yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
+        return
+    copies = 0
+    if level == 1:
+        gradients = max(gradients, low * stage.trained)  # unsharded until they are reduced
     else:
-        early = _before_gradients(stage, workload)
-        fresh = choice.accumulation == 1 and stage.trained <= ZERO_BUCKET  # none is reduced yet
-        for point, peak in workload.peaks.items():
-            new = peak.with_gradients - peak.activations if level == 1 else 0.0
-            present = 0 if point in early else bucket
-            yield _MemoryPoint(new if fresh else gradients, peak.activations, present)
-    yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
+        own = static["master weights"] // FLOAT
+        copies = low * own + (gradients if choice.accumulation > 1 else 0)
+    early = _before_gradients(stage, workload)
+    fresh = choice.accumulation == 1 and stage.trained <= ZERO_BUCKET  # none is reduced yet
+    for point, peak in workload.peaks.items():
+        now = gradients
+        if fresh:  # at stage 2 they are views of the bucket
+            now = int(peak.with_gradients - peak.activations) if level == 1 else 0
+        held = 0 if point in early else bucket
+        yield _MemoryPoint(now, peak.activations, held)
+    yield _MemoryPoint(gradients, 0.0, bucket + copies)
 
 
 def _before_gradients(stage: Stage, workload: ModelCost) -> set[TracePoint]:
-    """The forward pass, and the backward pass of the loss. A tied head's gradient comes last, with the
-    embedding's."""
+    """The forward pass and, where the head is tied, the backward pass of the loss: the head's gradient
+    comes last, with the embedding's. The final norm's comes when the logits are gone."""
     forward = [point for point in workload.peaks if point.phase != "backward"]
     last = next((point.region for point in reversed(forward) if point.region), None)
     loss = [

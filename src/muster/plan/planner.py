@@ -84,28 +84,41 @@ class Planner:
 
     def evaluate(self, choice: Choice) -> Plan:
         mode = self._mode(choice)
-        found = self.stages(choice.layout)
-        estimates, slowest = [], None
-        for stage in found:
+        estimates, durations = [], []
+        for stage in self.stages(choice.layout):
             workload = self._workload(mode, stage, choice.rows, costliest=True)
             estimates.append(
                 estimate_memory(choice, stage, workload, cast=self.subject.plan.cast_weights)
             )
             usual = self._workload(mode, stage, choice.rows, costliest=False)
-            duration = step_time(
-                choice,
-                stage,
-                self._micro_batch_time(usual, stage.last),
-                self.cluster,
-                rounded=self.subject.plan.cast_weights,
-                loading=self._loading,
-                fused=self._fused(mode),
-            )
-            if slowest is None or duration.total > slowest.total:
-                slowest = duration
-        assert slowest is not None
+            time = self._micro_batch_time(usual, stage.last)
+            durations.append(self._duration(choice, stage, time, self._fused(mode)))
         total = self.subject.recipe.training.global_batch_size
-        return Plan(choice, tuple(estimates), slowest, total)
+        return Plan(choice, tuple(estimates), max(durations, key=lambda d: d.total), total)
+
+    def duration_from_plain(self, choice: Choice) -> Duration:
+        """Of a choice with activation checkpointing, from the recording without it."""
+        mode = self._mode(replace(choice, checkpointing="none"))
+        durations = []
+        for stage in self.stages(choice.layout):
+            plain = self._workload(mode, stage, choice.rows, costliest=False)
+            mine = plain if stage.last else plain.of_blocks()
+            time = micro_batch_time(mine.with_recomputation(choice.checkpointing), self.cluster)
+            durations.append(self._duration(choice, stage, time, self._fused(mode)))
+        return max(durations, key=lambda d: d.total)
+
+    def _duration(
+        self, choice: Choice, stage: Stage, micro_batch: MicroBatchTime, fused: float
+    ) -> Duration:
+        return step_time(
+            choice,
+            stage,
+            micro_batch,
+            self.cluster,
+            rounded=self.subject.plan.cast_weights,
+            loading=self._loading,
+            fused=fused,
+        )
 
     def fits(self, plan: Plan) -> bool:
         return plan.memory.total <= (1 - MARGIN) * self.capacity

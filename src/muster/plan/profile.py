@@ -69,6 +69,18 @@ class ModelCost:
 
         return replace(self, ops=inside(self.ops), messages=inside(self.messages))
 
+    def with_recomputation(self, checkpointing: str) -> ModelCost:
+        """A recording without activation checkpointing as it is with it, without its memory: the backward
+        pass repeats the forward pass of the blocks. Selective checkpointing keeps the products."""
+        again = [
+            one
+            for one in self.ops
+            if one[1].phase == "forward"
+            and one[1].position.startswith("in ")
+            and (checkpointing == "full" or one[0].kind == "memory")
+        ]
+        return replace(self, ops=self.ops + again)
+
     @property
     def kept(self) -> float:
         return self.peaks[KEPT].activations

@@ -10,7 +10,7 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
-from muster.parallel.conflicts import refuse_conflicts
+from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
 from muster.parallel.pipeline import check_schedule
 from muster.plan.memory import GIB, Choice
@@ -31,9 +31,8 @@ BY_COMPLEXITY = (
     "pipeline",
     "hybrid",
 )
-# The least that each recomputes, as a fraction of the computation without it: of the forward pass, which is
-# a third, `full` repeats the blocks and `selective` their cheap operations.
-CHECKPOINTING_MODES = {"none": 0.0, "selective": 0.01, "full": 0.2}
+CHECKPOINTING_MODES = ("none", "selective", "full")
+UNRECORDED = 0.02  # error of a step time with checkpointing that was not recorded with it
 ADAPTERS = "adapters train under ddp, fsdp and hsdp"
 
 
@@ -67,10 +66,10 @@ class _Search:
         self._evaluate(self._layouts())
         if self.thorough and self.recipe.distributed.strategy == "auto":
             saving = self._possible_saving()
-            if saving is not None and saving < TIE:
+            if saving is not None and saving <= TIE / (1 + TIE):
                 self.rejected["tensor, pipeline, hybrid"] = (
-                    f"could save at most {100 * saving:.1f} % of a step, which communication and "
-                    "recomputation take now"
+                    f"could save at most {100 * saving:.1f} % of a step, which communication, "
+                    "recomputation and the optimizer take now"
                 )
             else:
                 self._evaluate(self._split_layouts())
@@ -110,32 +109,44 @@ class _Search:
                     self.closest[name] = plan
 
     def _least_time(self, choice: Choice) -> float:
-        """Of a step with checkpointing, as far as the recording without it tells: recording takes long."""
-        given = self.recipe.training.activation_checkpointing
-        if choice.checkpointing == given:
+        """Of a step with checkpointing, before that is recorded, which takes seconds."""
+        if choice.checkpointing == self.recipe.training.activation_checkpointing:
             return 0.0
-        base = self.planner.evaluate(replace(choice, checkpointing=given)).duration
-        more = CHECKPOINTING_MODES[choice.checkpointing] * (base.matrices + base.memory)
-        return base.total + more
+        return (1 - UNRECORDED) * self.planner.duration_from_plain(choice).total
 
     def _allowed(self, layout: Layout, offload: bool) -> Iterator[Choice]:
-        """Rejects what `muster train` would refuse, with its message; raises if the recipe sets it."""
+        """Rejects what `muster train` would refuse, with its message; raises it where the recipe names the
+        strategy and nothing is left."""
+        refused: RecipeError | None = None
+        left = False
         try:
             for choice in self._choices(layout, offload):
-                checkpointing: Any = choice.checkpointing
-                training = self.recipe.training.model_copy(
-                    update={
-                        "activation_checkpointing": checkpointing,
-                        "gradient_accumulation_steps": choice.accumulation,
-                    }
-                )
-                recipe = self.recipe.model_copy(update={"training": training})
-                refuse_conflicts(recipe, layout, self.planner.subject.plan)
-                yield choice
-        except RecipeError as error:
-            if self.recipe.distributed.strategy != "auto":
-                raise
-            self.rejected.setdefault(strategy_name(layout), str(error))
+                try:
+                    self._refuse_conflicts(choice)
+                except RecipeError as error:
+                    refused = refused or error
+                else:
+                    left = True
+                    yield choice
+        except RecipeError as error:  # batch sizes that this layout cannot have
+            refused = error
+        if refused is None or left:
+            return
+        if self.recipe.distributed.strategy != "auto":
+            raise refused
+        self.rejected.setdefault(strategy_name(layout), str(refused))
+
+    def _refuse_conflicts(self, choice: Choice) -> None:
+        checkpointing: Any = choice.checkpointing
+        training = self.recipe.training.model_copy(
+            update={
+                "activation_checkpointing": checkpointing,
+                "gradient_accumulation_steps": choice.accumulation,
+            }
+        )
+        recipe = self.recipe.model_copy(update={"training": training})
+        refuse_conflicts(recipe, choice.layout)
+        refuse_tensor_conflicts(recipe, choice.layout, self.planner.subject.plan)
 
     def _infeasible(self, layout: Layout, offload: bool) -> str | None:
         """Why this layout cannot run, as far as no recording is needed."""
@@ -305,7 +316,7 @@ def complexity(plan: Plan) -> tuple[int, int, int, int]:
         int(choice.offload != "none"),
         BY_COMPLEXITY.index(plan.strategy),
         axes,
-        list(CHECKPOINTING_MODES).index(choice.checkpointing),
+        CHECKPOINTING_MODES.index(choice.checkpointing),
     )
 
 

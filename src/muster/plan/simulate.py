@@ -252,7 +252,7 @@ class _Rank:
                 "with distributed.pipeline=1"
             )
         if self.layout.only_replicas:
-            refuse_conflicts(self.recipe, self.layout, self.plan)
+            refuse_conflicts(self.recipe, self.layout)
 
     def _build(self) -> TorchEngine:
         """Without DDP, whose reducer needs real tensors."""

@@ -140,7 +140,7 @@ def _start(speeds: Speeds, waiting: float) -> float:
 
 def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounded: bool) -> float:
     """Communication of weights and gradients that does not overlap with the `busy` seconds of each
-    micro-batch, two thirds of which are its backward pass."""
+    micro-batch, two thirds of which are its backward pass. Both use the same links."""
     layout, passes = choice.layout, choice.accumulation * choice.microbatches
     gathers = sums = 0.0
     for (kind, size, ranks), times in data_traffic(choice, stage, rounded).items():
@@ -159,7 +159,7 @@ def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounde
     left = _not_overlapped(sums, summing * busy * 2 / 3)
     if layout.zero in (1, 2):  # all-gather of the updated weights
         return left + gathers
-    return left + _not_overlapped(gathers, passes * busy)
+    return left + _not_overlapped(gathers, passes * busy - (sums - left))
 
 
 def _not_overlapped(messages: float, computing: float) -> float:

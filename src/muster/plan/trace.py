@@ -90,8 +90,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if op is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _placeholder_value(args[0])
-        if op is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            # Autograd asks thousands of times, of fake tensors only; kernels.HOST_SHARE counts with them.
+        if op is torch.ops.prim.device.default and _plain_fake(args[0]):
+            # Autograd queries the device of fake tensors thousands of times; kernels.HOST_SHARE was
+            # fitted with these calls counted.
             if not self._in_compiled:
                 self.trace.calls[self.current_point] += 1
             return args[0].fake_device
@@ -174,6 +175,11 @@ class Recorder(TorchDispatchMode):
 
 def rounded(size: float) -> int:
     return math.ceil(size / BLOCK) * BLOCK
+
+
+def _plain_fake(tensor: Tensor) -> bool:
+    """Within a kernel, a fake tensor's device is `meta`."""
+    return isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation
 
 
 def _placeholder_value(scalar: Tensor) -> float | int | bool:
