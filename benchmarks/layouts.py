@@ -1,10 +1,10 @@
 """Memory per rank under every kind of layout, against the plan: measured ÷ planned.
 
-    python benchmarks/layouts.py FOLDER [CASE …]
+    python benchmarks/layouts.py [CASE …]
 
 Needs one NVIDIA GPU: several ranks share it in a rehearsal, and each allocates what it would on a GPU
-of its own. Every case is a `muster train` of a few steps in processes of its own. Prints a row of
-docs/planner.md as each case ends.
+of its own. Every case is a `muster train` of a few steps in processes of its own. Prints a Markdown
+table, a row as each case ends; the reason for a case that failed goes to stderr.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 LONG = ("model.preset=gpt2", "data.sequence_length=512", "training.global_batch_size=16")
@@ -44,6 +45,11 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "gpt2, zero1 on 2": ("gpt2", 2, (*LONG, *strategy("zero1"))),
     "gpt2, zero2 on 2, fp32": ("gpt2", 2, (*LONG, FP32, *strategy("zero2"))),
     "gpt2, zero3 on 2": ("gpt2", 2, (*LONG, *strategy("zero3"))),
+    "llama-1b, zero2 on 2, accumulated": (
+        "llama-1b",
+        2,
+        (*WIDE, *ACCUMULATED, *strategy("zero2")),
+    ),
     "gpt2, tensor on 2": ("gpt2", 2, (*LONG, *strategy("tensor"))),
     "gpt2, pipeline on 2": ("gpt2", 2, (*LONG, *strategy("pipeline"))),
     "llama-1b, fsdp on 4, accumulated": ("llama-1b", 4, (*WIDE, *ACCUMULATED, *strategy("fsdp"))),
@@ -72,17 +78,19 @@ def measure(name: str, folder: Path) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("cases", nargs="*", choices=[[], *CASES], metavar="CASE")
-    args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)}")
+    cases = parser.parse_args().cases or list(CASES)
+    if unknown := set(cases) - set(CASES):
+        parser.error(f"no such case: {', '.join(unknown)}")
     print("| model, layout | GiB planned | measured | measured ÷ planned |")
     print("|---|---:|---:|---:|")
-    for name in args.cases or CASES:
+    for name in cases:
         try:
-            measured, planned = measure(name, args.folder)
+            with tempfile.TemporaryDirectory() as folder:
+                measured, planned = measure(name, Path(folder))
         except (RuntimeError, subprocess.TimeoutExpired, OSError, KeyError) as error:
-            print(f"| {name} | failed: {error} |", flush=True)
+            print(f"| {name} | failed | | |", flush=True)
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
         row = f"| {name} | {planned:.2f} | {measured:.2f} | {measured / planned:.3f} |"
         print(row, flush=True)
