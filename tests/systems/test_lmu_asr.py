@@ -23,7 +23,7 @@ SHORT += ["evaluation.every_steps=null", "evaluation.final=false"]
             "python scripts/train_distributed.py distributed.devices=2",
             2,
             32,
-            marks=pytest.mark.guides,
+            marks=pytest.mark.full,  # --guides runs the command itself
         ),
     ],
 )
