@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from muster.errors import RecipeError
 from muster.parallel.layout import Layout, layout_for
 from muster.plan import report
 from muster.plan.find_recipe import find_recipe
@@ -206,6 +207,12 @@ def test_a_conflict_of_one_choice_leaves_the_others(key, only):
     assert only <= found
     assert {mode for mode, _ in found} == {mode for mode, _ in only}
     assert "cuda" in key or {count for _, count in found} == {1}
+
+
+def test_batch_sizes_that_no_layout_can_have_are_not_called_too_large():
+    sizes = ("training.per_device_batch_size=5", "training.gradient_accumulation_steps=4")
+    with pytest.raises(RecipeError, match=r"64 is not per_device_batch_size 5 × .* 4"):
+        search(planner(subject(*GPT, *sizes), 8))
 
 
 def test_the_arithmetic_names_every_part():

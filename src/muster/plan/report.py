@@ -134,7 +134,7 @@ def _fits_one_device(planner: Planner) -> tuple[bool, str]:
         return False, f"{least:.1f} of {capacity:.1f} GiB {alone}"
     plan = planner.evaluate(choice)
     total = plan.memory.total / GIB
-    return planner.fits(plan), f"{total:.1f} of {capacity:.1f} GiB, {choice_summary(choice)}"
+    return planner.fits(plan), f"{total:.1f} of {capacity:.1f} GiB, one sample at a time"
 
 
 def remedies(planner: Planner, found: SearchResult) -> list[str]:

@@ -61,6 +61,8 @@ class _Search:
     fitting: list[Plan] = field(default_factory=list)
     closest: dict[str, Plan] = field(default_factory=dict)  # by strategy: what needs least
     rejected: dict[str, str] = field(default_factory=dict)
+    conflict: RecipeError | None = None  # of the first layout that the recipe's settings exclude
+    infeasible: bool = False  # some layout, without being evaluated
 
     def run(self) -> SearchResult:
         self._evaluate(self._layouts())
@@ -75,6 +77,8 @@ class _Search:
                 self._evaluate(self._split_layouts())
         if not self.fitting and self.thorough:
             self._evaluate(self._layouts(), offload=True)
+        if self.conflict and not (self.fitting or self.closest or self.infeasible):
+            raise self.conflict  # memory is not what is in the way
         good = {plan.strategy for plan in self.fitting}
         for name, plan in self.closest.items():
             self.rejected[name] = self.planner.shortfall(plan)
@@ -95,6 +99,7 @@ class _Search:
             name = strategy_name(layout)
             if (reason := self._infeasible(layout, offload)) is not None:
                 self.rejected.setdefault(name, reason)
+                self.infeasible = True
                 continue
             fastest = math.inf  # of this layout
             for choice in self._allowed(layout, offload):
@@ -134,6 +139,7 @@ class _Search:
             return
         if self.recipe.distributed.strategy != "auto":
             raise refused
+        self.conflict = self.conflict or refused
         self.rejected.setdefault(strategy_name(layout), str(refused))
 
     def _refuse_conflicts(self, choice: Choice) -> None:
