@@ -36,7 +36,13 @@ workers=(-n 3 --no-loadscope-reorder)
 case " ${sets[*]} " in
   *" --gpu "*)
     [ ${#sets[@]} = 1 ] || { echo "error: --gpu is a set of its own; leave out the others" >&2; exit 2; }
-    exec "$bin/python" -m pytest --gpu # one process: ranks that share a GPU slow each other down
+    mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.(gpu|both)' tests)
+    cores=$(nproc)
+    failed=0
+    "$bin/python" -m pytest --gpu -n $((cores < 16 ? (cores + 3) / 4 : 4)) --dist loadfile -m "not serial" "${files[@]}" || failed=$?
+    [ $failed -le 1 ] || exit $failed
+    "$bin/python" -m pytest --gpu -m serial "${files[@]}" || failed=$?
+    exit $failed
     ;;
   *" --guides "*)
     [ ${#sets[@]} = 1 ] || { echo "error: --guides is a set of its own; leave out the others" >&2; exit 2; }

@@ -19,7 +19,7 @@ name: tiny
 task: causal-lm
 model: {{preset: gpt2-micro}}
 data: {{train: {data}, sequence_length: 16}}
-training: {{steps: {steps}, global_batch_size: 8, lr: 1.0e-4,
+training: {{steps: {steps}, global_batch_size: 8, lr: 1.0e-4, precision: fp32,
   schedule: constant, warmup_steps: 0}}
 checkpoint: {{every_steps: 6}}
 evaluation: {{every_steps: null, final: false}}

@@ -134,6 +134,7 @@ def test_a_gpu_that_nobody_knows_is_found_again_by_its_file(tmp_path, monkeypatc
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 def test_a_gpu_reaches_a_share_of_its_peaks_and_never_more(tmp_path):
     document, path = bench(tmp_path, 5.0)
     assert path.exists()

@@ -186,6 +186,7 @@ def touching(rank: int) -> int:
     found = 0
     for matrices in (True, False):
         sizes = [s.numel() for s in shapes(GPT).values() if (len(s) > 1) == matrices]
+        sizes.sort(key=lambda size: size % 16 != 0)  # in the order in which they are packed
         start, half = 0, sum(sizes) // 2
         for size in sizes:
             inside = start < half if rank == 0 else start + size > half

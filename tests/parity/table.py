@@ -32,6 +32,8 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
     qkv_bias=False,
     tied=False,
 )
+# Blocks that compiled code can read where DeepSpeed packs them.
+models.PRESETS["gpt-aligned-uneven"] = dataclasses.replace(models.PRESETS["gpt-uneven"], hidden=64)
 models.PRESETS["window-uneven"] = dataclasses.replace(models.PRESETS["llama-uneven"], window=7)
 # 3 heads, 5 layers; for tensor ranks 4 heads, for eight stages 9 layers.
 models.PRESETS["whisper-uneven"] = WhisperConfig(
@@ -63,6 +65,7 @@ RECIPES = {
     "llama-deep": "llama-micro",
     "llama-deepest": "llama-micro",
     "gpt": "gpt-micro",
+    "gpt-aligned": "gpt-micro",
     "llama": "llama-micro",
     "lmu": "speech",
     "lmu-norm": "speech",

@@ -17,11 +17,11 @@ BF16_LOSS, BF16_NORM = 2e-3, 2e-2
 @pytest.mark.parametrize(
     ("strategy", "world", "model"),
     [
-        ("ddp", 2, "gpt"),
+        ("ddp", 2, "gpt-aligned"),
         ("ddp", 2, "whisper"),
         ("fsdp", 2, "gpt"),
         ("fsdp", 4, "llama"),
-        ("zero2", 2, "gpt"),
+        ("zero2", 2, "gpt-aligned"),
         ("tensor", 2, "gpt"),
         ("pipeline 1f1b", 2, "llama"),
     ],

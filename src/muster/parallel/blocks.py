@@ -78,11 +78,14 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]) -> None:
-    """Blocks of one class share a compiled graph."""
-    other_modules = [m for name, m in model.named_modules() if name in others]
-    for module in (*blocks, *other_modules):
+def compile_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]
+) -> list[nn.Module]:
+    """The modules that were compiled. Blocks of one class share a compiled graph."""
+    compiled = [*blocks, *(m for name, m in model.named_modules() if name in others)]
+    for module in compiled:
         module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+    return compiled
 
 
 def prepare_norms(model: nn.Module, recipe: Recipe) -> None:

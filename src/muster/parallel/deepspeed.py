@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.data.loader import Batch, Inputs
-from muster.errors import MusterError
+from muster.errors import MusterError, RecipeError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import (
@@ -35,6 +35,8 @@ from muster.parallel.mesh import Mesh
 from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
+
+ALIGNMENT_BYTES = 16  # of the widest read of a compiled kernel
 
 
 def library() -> Any:
@@ -70,7 +72,7 @@ def apply(
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
     if recipe.training.compile:
-        compile_blocks(model, blocks, plan.compiled)
+        compiled = compile_blocks(model, blocks, plan.compiled)
     if partitioned:
         assert weights is not None
         _fill_partitions(model, weights, mesh)
@@ -79,7 +81,23 @@ def apply(
     for module in model.modules():
         for parameter in getattr(module, "borrows", lambda: ())():
             library().zero.register_external_parameter(module, parameter)
-    return ZeroEngine(model, mesh, config, make_optimizer)
+    engine = ZeroEngine(model, mesh, config, make_optimizer)
+    if recipe.training.compile and mesh.layout.zero < 3 and mesh.device.type == "cuda":
+        refuse_misaligned(compiled)
+    return engine
+
+
+def refuse_misaligned(compiled: Sequence[nn.Module]) -> None:
+    """Compiled code reads 16 bytes at a time where the first block's weights allow it, and blocks share
+    the code: a later block whose weights begin elsewhere would end the run with a CUDA error."""
+    for module in compiled:
+        for name, parameter in module.named_parameters():
+            if parameter.data_ptr() % ALIGNMENT_BYTES:
+                raise RecipeError(
+                    f"training.compile: {name} of a {type(module).__name__} does not begin at a multiple "
+                    f"of {ALIGNMENT_BYTES} bytes, because DeepSpeed packs the weights and some have an odd "
+                    "size; set training.compile=false, or choose zero3 or fsdp"
+                )
 
 
 def _partitioning(
@@ -101,6 +119,13 @@ def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
                 parameter.copy_(weights.read(name, shape, region, mesh.device))
 
 
+def _evenly_sized_first(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """DeepSpeed packs weights in this order; one of an odd size misaligns all that follow it."""
+    return sorted(
+        model.named_parameters(), key=lambda named: named[1].numel() % ALIGNMENT_BYTES != 0
+    )
+
+
 class ZeroEngine:
     """Adapts DeepSpeed's engine to `Engine`."""
 
@@ -110,7 +135,7 @@ class ZeroEngine:
         self.mesh, self.parts = mesh, [model]
         self._axis = init_device_mesh(mesh.device.type, (mesh.world,))
         self.engine, self.optimizer, *_ = library().initialize(
-            model=model, optimizer=make_optimizer(model.named_parameters()), config=config
+            model=model, optimizer=make_optimizer(_evenly_sized_first(model)), config=config
         )
         self._pending = False
 
