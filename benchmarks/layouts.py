@@ -21,9 +21,11 @@ WIDE = ("model.preset=llama-1b", "data.sequence_length=512", "training.global_ba
 SPEECH = ("model.preset=whisper-small", "data.window=30", "training.global_batch_size=16")
 QUIET = (
     "training.steps=4",
+    "training.compile=false",
     "evaluation.every_steps=null",
     "evaluation.final=false",
     "checkpoint.every_steps=null",
+    "checkpoint.final=false",
     "logging.tensorboard=false",
 )
 

@@ -61,7 +61,12 @@ LAYOUTS = {
     "pipeline 2 × fsdp 2": (4, "hybrid", "distributed.pipeline=2"),
 }
 SIZES = ["training.steps=3", "training.global_batch_size=16", "data.sequence_length=256"]
-SIZES += ["training.precision=fp32", "evaluation.final=false", "checkpoint.final=false"]
+SIZES += [
+    "training.precision=fp32",
+    "training.compile=false",
+    "evaluation.final=false",
+    "checkpoint.final=false",
+]
 
 
 def measure(mesh, folder: str, options: list[str]) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -212,6 +213,7 @@ def fsdp(**options: Any) -> dict[str, Any]:
 PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
     "one rank": ("gpt", {"strategy": "ddp"}, 1, "fp32", 1),
     "ddp": ("gpt", {"strategy": "ddp"}, 2, "bf16", 1),
+    "ddp accumulated": ("gpt", {"strategy": "ddp"}, 2, "bf16", 3),
     "fsdp": ("gpt", fsdp(), 8, "fp32", 1),
     "fsdp bf16": ("llama", fsdp(), 8, "bf16", 1),
     "fsdp on two": ("llama", fsdp(), 2, "fp32", 1),
@@ -226,7 +228,7 @@ PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
 }
 
 
-ORDINARY_PEAKS = ("whole gradients bf16",)
+ORDINARY_PEAKS = ("ddp accumulated", "whole gradients bf16")
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,7 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
     for p in engine.parts[0].parameters():
         recorder.track(getattr(p, "ds_tensor", p), "weights")
     for _ in range(2):
+        gc.collect()  # DeepSpeed leaves cycles
         recorder.trace = Trace()
         with recorder:
             engine.accumulate([make_batch(task.config, ROWS_EACH)] * count, functions)
@@ -288,6 +291,10 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
         pytest.param("logits", 1, 1, None, marks=pytest.mark.full),
         ("logits", 2, 1, None),
         ("logits", 2, 1, 1_000_000),  # more than the model: nothing is reduced before the end
+        pytest.param("llama", 1, 1, 3_000_000, marks=pytest.mark.full),
+        pytest.param("llama", 1, 2, 3_000_000, marks=pytest.mark.full),
+        pytest.param("llama", 2, 1, 3_000_000, marks=pytest.mark.full),
+        ("llama", 2, 2, 3_000_000),  # the bucket is reduced several times
     ],
 )
 def test_deepspeed_rises_as_high_as_was_planned(
@@ -306,7 +313,7 @@ def test_deepspeed_rises_as_high_as_was_planned(
     choice = choice_of(recipe, 2, "fp32", count)
     bucket = 0 if elements else choice.low * memory.ZERO_BUCKET
     planned = needed(model, recipe, choice).allocated - memory.WORKSPACE - bucket
-    real = ranks(2)(highest, model, recipe, "fp32", count)[0] - bucket
+    real = max(ranks(2)(highest, model, recipe, "fp32", count)) - bucket
     assert planned == pytest.approx(real, rel=0.1)
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from course import COURSE, broken, torchrun
+from muster.hardware import rehearsal
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,7 +61,7 @@ def test_the_transformer_is_that_of_one_process():
     words = torchrun("02-fsdp/fsdp_transformer.py")
     found = re.search(r"claim holds on 2 rank\(s\): loss within (\S+) and gradient norm", words)
     assert found
-    assert float(found[1]) < 1e-5
+    assert float(found[1]) < (1e-4 if rehearsal.active() else 1e-5)
     assert "0.500 of the weights" in words
 
 

@@ -25,7 +25,7 @@ SYSTEM = Path(__file__).parents[2] / "systems" / "multi-gpu"
 RECIPE = str(SYSTEM / "recipe.yaml")
 STEPS = 4
 SHORT = [f"training.steps={STEPS}", "training.warmup_steps=2", "data.sequence_length=32"]
-SHORT += ["training.per_device_batch_size=16"]
+SHORT += ["training.per_device_batch_size=16", "training.precision=fp32"]
 FSDP = "torchrun --nproc_per_node=2 run_fsdp_standalone.py"
 HF = "torchrun --nproc_per_node=2 run_hf_standalone.py"
 HF_ALONE = "python3 run_hf_standalone.py"

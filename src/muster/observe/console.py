@@ -102,12 +102,13 @@ def follow(
             time.sleep(POLL_S)
 
 
-def step_words(line: dict[str, Any]) -> str:
-    return (
+def step_words(line: dict[str, Any], rehearsal: bool = False) -> str:
+    """The speed of a rehearsal is not shown."""
+    words = (
         f"loss {_number(line['loss'], '.4f')}  grad {_number(line['grad_norm'], '.3f')}  "
-        f"lr {line['lr']:.2e}  "
-        f"{line['samples_per_s']:.1f} samples/s"
+        f"lr {line['lr']:.2e}"
     )
+    return words if rehearsal else f"{words}  {line['samples_per_s']:.1f} samples/s"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -170,6 +171,7 @@ class _Bar:
             console=console,
         )
         self.bar = self.progress.add_task("starting …", total=None, visible=False)
+        self.rehearsal = False
 
     def __enter__(self) -> _Bar:
         self.progress.start()
@@ -180,6 +182,7 @@ class _Bar:
 
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
+            self.rehearsal = event.get("rehearsal", False)
             self.progress.update(
                 self.bar, total=event["steps"], completed=event["step"], visible=True
             )
@@ -190,7 +193,9 @@ class _Bar:
         self.progress.console.print(words, highlight=False, markup=False)
 
     def step(self, line: dict[str, Any]) -> None:
-        self.progress.update(self.bar, completed=line["step"], description=step_words(line))
+        self.progress.update(
+            self.bar, completed=line["step"], description=step_words(line, self.rehearsal)
+        )
 
 
 class _Lines:
@@ -198,6 +203,7 @@ class _Lines:
 
     def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
         self.console, self.ranks, self.total, self.next = console, ranks, 0, 0.0
+        self.rehearsal = False
 
     def __enter__(self) -> _Lines:
         return self
@@ -207,7 +213,7 @@ class _Lines:
 
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
-            self.total = event["steps"]
+            self.total, self.rehearsal = event["steps"], event.get("rehearsal", False)
         if words := event_words(event):
             self.print(words)
 
@@ -215,7 +221,8 @@ class _Lines:
         if time.monotonic() >= self.next or line["step"] == self.total:
             self.next = time.monotonic() + PLAIN_EVERY_S
             left = (self.total - line["step"]) * line["step_time_s"]
-            self.print(f"step {line['step']}/{self.total}  {step_words(line)}  {left:.0f} s left")
+            words = step_words(line, self.rehearsal)
+            self.print(f"step {line['step']}/{self.total}  {words}  {left:.0f} s left")
             for words in self.ranks.lines() if self.ranks else ():
                 self.print(f"  {words}")
 

@@ -28,15 +28,13 @@ from muster.parallel.blocks import (
     find_blocks,
     prepare_norms,
 )
-from muster.parallel.deepspeed_config import config_for
+from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packed_last
 from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
 from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
-
-ALIGNMENT_BYTES = 16  # of the widest read of a compiled kernel
 
 
 def library() -> Any:
@@ -121,9 +119,7 @@ def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
 
 def _evenly_sized_first(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """DeepSpeed packs weights in this order; one of an odd size misaligns all that follow it."""
-    return sorted(
-        model.named_parameters(), key=lambda named: named[1].numel() % ALIGNMENT_BYTES != 0
-    )
+    return sorted(model.named_parameters(), key=lambda named: packed_last(named[1].numel()))
 
 
 class ZeroEngine:

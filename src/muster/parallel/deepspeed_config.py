@@ -13,6 +13,12 @@ from muster.recipe.distributed import DeepSpeed
 from muster.recipe.schema import Recipe
 
 NEVER = 10**9
+ALIGNMENT_BYTES = 16  # of the widest read of a compiled kernel
+
+
+def packed_last(numel: int) -> bool:
+    """Of weights that stages 1 and 2 pack: one of such a size, of whatever type, misaligns the next."""
+    return numel % ALIGNMENT_BYTES != 0
 
 
 def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[str, Any]:

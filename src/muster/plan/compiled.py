@@ -91,7 +91,7 @@ class Compiler:
                 select_decomp_table(),
             )
         assert self.recorder is not None
-        with self.recorder.compiled_region():
+        with self.recorder.unrecorded():
             return self.cache[cache_key](*tensors)
 
     def _kernels(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
@@ -103,7 +103,7 @@ class Compiler:
             assert recorder is not None
             tensors = list(given)
             given.clear()
-            with recorder.compiled_region():
+            with recorder.unrecorded():
                 out = graph(*tensors)
             recorder.track_temporary(summary.peak)
             recorder.release(tensors[i] for i in summary.consumed)

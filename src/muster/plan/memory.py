@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from muster.hardware.rehearsal import CONTEXT_BYTES
+from muster.parallel.deepspeed_config import packed_last
 from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import Layout
 from muster.plan.profile import ModelCost
@@ -135,6 +136,7 @@ def _zero_static_memory(choice: Choice, stage: Stage, rank: int) -> dict[str, in
         weights, own, overlapping = stage.numel - stage.trained, 0, 0
         for matrices in (True, False):  # parameter groups with and without weight decay
             sizes = [p.numel for p in trained if (len(p.shape) > 1) == matrices]
+            sizes.sort(key=packed_last)
             part = -(-sum(sizes) // (2 * ranks)) * 2
             weights, own = weights + part * ranks, own + part
             overlapping += _overlapping(sizes, part * rank, part)
@@ -180,7 +182,10 @@ def _memory_points(
         yield from _fsdp_points(choice, stage, workload, choice.low if cast else FLOAT)
     elif layout.pipeline > 1:
         yield _MemoryPoint(gradients, sum(_in_flight(choice, stage, workload)))
-    elif layout.data_ranks > 1 or choice.accumulation > 1:  # DDP's buckets are the gradients
+    elif layout.data_ranks > 1:  # DDP's buckets are the gradients
+        beside = gradients if choice.accumulation > 1 else 0  # until the last micro-batch
+        yield _MemoryPoint(gradients + beside, _peak_activations(workload))
+    elif choice.accumulation > 1:
         yield _MemoryPoint(gradients, _peak_activations(workload))
     else:  # gradients replace activations
         for h in workload.peaks.values():
@@ -202,10 +207,18 @@ def _in_flight(choice: Choice, stage: Stage, workload: ModelCost) -> tuple[float
         for m, h in workload.peaks.items()
         if (stage.depths.get(m.region) if m.position.startswith("in ") else stage.last)
     }
-    working = max((h.activations for h in inside.values()), default=0)
-    kept = workload.kept
-    if not stage.last:  # without what comes after the blocks
+    kept, newest, last = workload.kept, 0, 0
+    if (
+        not stage.last
+    ):  # without what comes after the blocks; in the backward pass that is there too
         kept = min(kept, sum(n * _kept_per_block(workload, s, n) for s, n in stage.depths.items()))
+        inside = {m: h for m, h in inside.items() if m.phase != "backward"}
+        each = choice.low if choice.sharded else FLOAT
+        newest, last = (
+            each * max((p.numel for p in stage.parameters if bool(p.group[1]) == block), default=0)
+            for block in (True, False)
+        )  # gradients that were just computed; the embedding's when no activations are left
+    working = max(last, newest + max((h.activations for h in inside.values()), default=0))
     return working, (min(ahead, choice.microbatches) - 1) * kept
 
 
@@ -305,8 +318,8 @@ def _zero_points(
     choice: Choice, stage: Stage, workload: ModelCost, static: dict[str, int]
 ) -> Iterator[_MemoryPoint]:
     """DeepSpeed allocates a gradient bucket: at stage 3 once, at stages 1 and 2 with the first gradient
-    of each backward pass. Reducing it makes copies: of the bucket at stage 3, of this rank's partition
-    at stage 2, which are then accumulated."""
+    of each backward pass. Reducing it makes copies: of the bucket, then of this rank's partition, which
+    at stage 2 is accumulated."""
     level, low = choice.layout.zero, choice.low
     gradients, bucket = static["gradients"], low * ZERO_BUCKET
     if level == 3:
@@ -316,21 +329,30 @@ def _zero_points(
         yield _MemoryPoint(gradients, _peak_activations(workload), bucket + live)
         yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
         return
-    copies = 0
-    if level == 1:
-        gradients = max(gradients, low * stage.trained)  # unsharded until they are reduced
-    else:
-        own = static["master weights"] // FLOAT
-        copies = low * own + (gradients if choice.accumulation > 1 else 0)
+    own, many = static["master weights"] // FLOAT, choice.accumulation > 1
+    share = min(1.0, ZERO_BUCKET / stage.trained)  # of the gradients that fill the bucket
+    copied = share * low * stage.trained
     early = _before_gradients(stage, workload)
-    fresh = choice.accumulation == 1 and stage.trained <= ZERO_BUCKET  # none is reduced yet
-    for point, peak in workload.peaks.items():
-        now = gradients
-        if fresh:  # at stage 2 they are views of the bucket
-            now = int(peak.with_gradients - peak.activations) if level == 1 else 0
-        held = 0 if point in early else bucket
-        yield _MemoryPoint(now, peak.activations, held)
-    yield _MemoryPoint(gradients, 0.0, bucket + copies)
+    if level == 1:
+        whole = low * stage.trained  # until they are reduced
+        for point, peak in workload.peaks.items():
+            now = whole if many else peak.with_gradients - peak.activations
+            yield _MemoryPoint(now, peak.activations, 0 if point in early else bucket)
+        yield _MemoryPoint(whole, 0.0, bucket + (0 if share == 1 else gradients))
+    else:
+        before = gradients if many else 0  # of earlier micro-batches
+        for point, peak in workload.peaks.items():
+            yield _MemoryPoint(before, peak.activations, 0 if point in early else bucket)
+            if share < 1 and point.phase == "backward" and point.position.startswith("in "):
+                # The bucket is reduced among the blocks: once, and when this rank has its partition.
+                rest = (1 - share) * peak.activations
+                yield _MemoryPoint(before, rest, bucket + copied)
+                yield _MemoryPoint(before + gradients, rest, bucket)
+                rest = max(0.0, 1 - 2 * share) * peak.activations
+                yield _MemoryPoint(before + gradients, rest, bucket + copied)
+        yield _MemoryPoint(before, 0.0, bucket + max(copied, gradients))
+    step = low * own + (FLOAT * own if low < FLOAT else 0)  # one flat copy, and in float32
+    yield _MemoryPoint(gradients, 0.0, step)
 
 
 def _before_gradients(stage: Stage, workload: ModelCost) -> set[TracePoint]:

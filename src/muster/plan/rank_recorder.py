@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,11 +53,19 @@ class DeviceRecorder(Recorder):
 
 
 class Buckets:
-    """DDP's gradients are views of its buckets. Buckets are assigned in the order in which gradients
-    were first ready."""
+    """DDP's gradients become views of its buckets in the last micro-batch. Buckets are assigned in the
+    order in which gradients were first ready."""
 
-    def __init__(self, engine: TorchEngine, recorder: Recorder, recipe: Recipe, ranks: int) -> None:
+    def __init__(
+        self,
+        engine: TorchEngine,
+        recorder: Recorder,
+        recipe: Recipe,
+        ranks: int,
+        accumulation: int,
+    ) -> None:
         self.options, self.ranks = recipe.distributed.ddp, ranks
+        self.recorder, self.accumulation = recorder, accumulation
         self.trained = [p for part in engine.parts for p in part.parameters() if p.requires_grad]
         self.order: dict[nn.Parameter, Tensor] = {}
         for p in self.trained:
@@ -65,8 +74,13 @@ class Buckets:
             p.register_post_accumulate_grad_hook(self._move_to(view))
 
     def _move_to(self, view: Tensor) -> Callable[[Tensor], None]:
+        micro_batch = itertools.count(1)
+
         def move(p: Any) -> None:
-            self.order[p] = p.grad = view
+            if next(micro_batch) % self.accumulation == 0:
+                self.order[p] = p.grad = view
+            else:
+                self.recorder.track(p.grad, GRADIENTS)
 
         return move
 

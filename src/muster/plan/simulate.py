@@ -296,11 +296,11 @@ class _Rank:
         track_static(engine, recorder, HOST if self._offloads else None)
         buckets = None
         with recorder, self._patched_metadata(engine, batch):
-            if self.replicas > 1:
-                buckets = Buckets(engine, recorder, self.recipe, self.replicas)
             if self.compiler is not None:  # tracing keeps tensors alive
                 engine.accumulate([batch] * (count if self.layout.pipeline > 1 else 1), functions)
                 engine.zero_grad()
+            if self.replicas > 1:
+                buckets = Buckets(engine, recorder, self.recipe, self.replicas, count)
             recorder.trace = Trace()
             step(engine, [batch] * count, functions, recorder, self.recipe.training.max_grad_norm)
         sent = count_messages(recorder.trace.messages)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from muster.plan.messages import Message, collective_of, is_collective
 from muster.plan.op_cost import OpCost, measure
 from muster.torch_internals import (
     FakeTensor,
+    ShardingPropagator,
     TorchDispatchMode,
     _current_graph_task_id,
     tree_leaves,
@@ -80,7 +81,23 @@ class Recorder(TorchDispatchMode):
         self.allocated: Counter[str] = Counter()  # bytes by part
         # storage → (weak reference, bytes, part)
         self._tracked: dict[int, tuple[Any, int, str]] = {}
-        self._in_compiled = False
+        self._unrecorded = False
+        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def __enter__(self) -> Self:
+        """DTensor derives an operation's output from whole tensors, which no rank has."""
+
+        def propagate(*args: Any) -> Any:
+            with self.unrecorded():
+                return self._propagate(*args)
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,11 +110,11 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.prim.device.default and _plain_fake(args[0]):
             # Autograd queries the device of fake tensors thousands of times; kernels.HOST_SHARE was
             # fitted with these calls counted.
-            if not self._in_compiled:
+            if not self._unrecorded:
                 self.trace.calls[self.current_point] += 1
             return args[0].fake_device
         out = op(*args, **kwargs)
-        if not self._in_compiled:
+        if not self._unrecorded:
             outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
             for tensor in outputs:
                 self.track(tensor)
@@ -164,13 +181,13 @@ class Recorder(TorchDispatchMode):
             self.allocated[part] -= size
 
     @contextmanager
-    def compiled_region(self) -> Iterator[None]:
-        """Operations in here are not recorded: the compiler adds those of the compiled graph."""
-        before, self._in_compiled = self._in_compiled, True
+    def unrecorded(self) -> Iterator[None]:
+        """Operations in here are not recorded. Of a compiled graph, the compiler adds its own."""
+        before, self._unrecorded = self._unrecorded, True
         try:
             yield
         finally:
-            self._in_compiled = before
+            self._unrecorded = before
 
 
 def rounded(size: float) -> int:

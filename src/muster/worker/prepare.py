@@ -15,7 +15,7 @@ from muster import runs
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
 from muster.errors import DataError, RecipeError
-from muster.hardware import cpus
+from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
@@ -71,7 +71,13 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         observer.event("resumed", step=resumed.step, path=path, passed_over=passed_over)
     scale = LossScale.for_precision(precision)
     scale.load(resumed.trainer.get("scale", {}))
-    observer.event("started", step=resumed.step, steps=steps, world=mesh.world)
+    observer.event(
+        "started",
+        step=resumed.step,
+        steps=steps,
+        world=mesh.world,
+        rehearsal=rehearsal.active(),
+    )
     asked = recipe.logging.profile
     return Job(
         recipe,
