@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "gpt2, tensor on 2": ("gpt2", 2, (*LONG, *strategy("tensor"))),
     "gpt2, pipeline on 2": ("gpt2", 2, (*LONG, *strategy("pipeline"))),
-    "llama-1b, fsdp on 4, accumulated": ("llama-1b", 4, (*WIDE, *ACCUMULATED, *strategy("fsdp"))),
+    "llama-1b, fsdp on 4": ("llama-1b", 4, (*WIDE, *strategy("fsdp"))),
     "llama-1b, fsdp on 2, checkpointed": ("llama-1b", 2, (*WIDE, AGAIN, *strategy("fsdp"))),
     "llama-1b, hsdp on 4": ("llama-1b", 4, (*WIDE, *strategy("hsdp", "distributed.replicate=2"))),
     "llama-1b, tensor on 4": ("llama-1b", 4, (*WIDE, *strategy("tensor"))),

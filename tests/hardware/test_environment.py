@@ -129,6 +129,12 @@ def test_an_open_strategy_leaves_the_queues_of_cuda_alone_and_says_why():
     assert "auto" not in left_out(machine(), 4, "fsdp", env={})["CUDA_DEVICE_MAX_CONNECTIONS"]
 
 
+def test_ranks_that_share_a_console_hear_only_warnings_of_nccl():
+    for logged, level in ((True, "INFO"), (False, "WARN")):
+        found = variables(machine(), 4, env={}, logged=logged)
+        assert [v.value for v in found if v.name == "NCCL_DEBUG"] == [level]
+
+
 def test_threads_are_at_least_one():
     assert wanted(replace(machine(gpus=0, links="none"), cpus=2), 8)["OMP_NUM_THREADS"] == "1"
 

@@ -103,6 +103,20 @@ def test_following_shows_events_and_steps_until_the_run_ends(tmp_path, monkeypat
     ]
 
 
+def test_a_rehearsal_shows_no_speed(tmp_path):
+    started = {"event": "started", "step": 0, "steps": 9, "world": 4, "rehearsal": True}
+    append(tmp_path / "events.jsonl", started)
+    append(tmp_path / "metrics.jsonl", {"step": 4, **STEP})
+    for terminal in (False, True):
+        file = (tmp_path / f"out-{terminal}").open("w+")
+        console = Console(width=200, file=file, force_terminal=terminal)
+        follow(tmp_path, lambda: "stopped", console)
+        file.seek(0)
+        written = file.read()
+        assert "loss 1.2500" in written
+        assert "samples/s" not in written
+
+
 def test_a_terminal_gets_a_bar(tmp_path):
     append(tmp_path / "events.jsonl", {"event": "started", "step": 0, "steps": 9, "world": 1})
     append(tmp_path / "metrics.jsonl", {"step": 4, **STEP})

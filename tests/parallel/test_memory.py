@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.models.configs import DecoderConfig
 from muster.models.decoder import Decoder
-from muster.parallel.deepspeed_config import packed_last
+from muster.parallel.deepspeed_config import packing_order
 from parallel.models import GPT, LLAMA, LR, make_batch, make_engine, make_functions, micro_batches
 
 FLOAT = 4
@@ -187,7 +187,7 @@ def touching(rank: int) -> int:
     found = 0
     for matrices in (True, False):
         sizes = [s.numel() for s in shapes(GPT).values() if (len(s) > 1) == matrices]
-        sizes.sort(key=packed_last)
+        sizes.sort(key=packing_order)
         start, half = 0, sum(sizes) // 2
         for size in sizes:
             inside = start < half if rank == 0 else start + size > half

@@ -17,7 +17,7 @@ BF16_LOSS, BF16_NORM = 2e-3, 2e-2
 @pytest.mark.parametrize(
     ("strategy", "world", "model"),
     [
-        ("ddp", 2, "gpt-aligned"),
+        ("ddp", 2, "gpt"),
         ("ddp", 2, "whisper"),
         ("fsdp", 2, "gpt"),
         ("fsdp", 4, "llama"),

@@ -91,7 +91,7 @@ def test_a_run_takes_what_was_planned(tmp_path, compile):
         [sys.executable, "-m", "muster", "train", "gpt2", "--run", "held", *words.split()],
         check=True,
         timeout=280,
-        env={**os.environ, rehearsal.VARIABLE: "0"},  # in which times are not compared
+        env={**os.environ, rehearsal.VARIABLE: "0"},  # a rehearsal compares no times
     )
     results = json.loads((tmp_path / "held" / "training_results.json").read_text())
     planned, measured = results["planned"], results["measured"]

@@ -61,6 +61,7 @@ def test_the_transformer_is_that_of_one_process():
     words = torchrun("02-fsdp/fsdp_transformer.py")
     found = re.search(r"claim holds on 2 rank\(s\): loss within (\S+) and gradient norm", words)
     assert found
+    # GPUs add up in another order; as rounded for display it was 1e-05 on an H200.
     assert float(found[1]) < (1e-4 if rehearsal.active() else 1e-5)
     assert "0.500 of the weights" in words
 

@@ -56,6 +56,7 @@ class Job:
     master: str | None
     env: Mapping[str, str]
     sharing: int  # ranks on the CPUs of the inventory
+    logged: bool = True  # each rank writes to a file of its own
 
     @property
     def alone(self) -> bool:
@@ -77,13 +78,15 @@ def variables(
     nodes: int = 1,
     master: str | None = None,
     sharing: int | None = None,
+    logged: bool = True,
 ) -> list[Variable]:
     """The environment of `ranks` ranks on each of `nodes` nodes.
 
     `master` is MASTER_ADDR: its route decides the network interface. `sharing` ranks share the CPUs of
     the inventory, by default all; 1 in a process that its launcher has bound to CPUs of its own.
+    `logged`: each rank writes to a file of its own, not to a console that ranks share.
     """
-    job = Job(inventory, ranks, strategy, nodes, master, env, sharing or ranks)
+    job = Job(inventory, ranks, strategy, nodes, master, env, sharing or ranks, logged)
     found = []
     for name, value, reason in _rules(job):
         if value is not None:
@@ -197,7 +200,10 @@ def _rocm() -> Iterator[Rule]:
 def _collectives(job: Job) -> Iterator[Rule]:
     """Between the GPUs of one node."""
     found = job.inventory
-    yield Rule("NCCL_DEBUG", "INFO", "each rank's log says which transport NCCL chose")
+    if job.logged:
+        yield Rule("NCCL_DEBUG", "INFO", "each rank's log says which transport NCCL chose")
+    else:
+        yield Rule("NCCL_DEBUG", "WARN", "ranks may share a console: only NCCL's warnings")
     if job.of("amd"):
         return  # RCCL finds XGMI by itself; NVLink, its switches and CUDA's queues are NVIDIA's
     if not job.rehearsal:

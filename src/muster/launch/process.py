@@ -35,11 +35,17 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
     bound, sharing = False, local_world
     if found.cpu and rank_info.launcher in ("srun", "mpirun"):  # they may bind each rank themselves
         bound, sharing = found.cpu.bound, found.cpu.ranks_sharing(local_world)
-    variables = environment.variables(
-        found, local_world, strategy, nodes=nodes, master=rank_info.address, sharing=sharing
+    environment.apply(
+        environment.variables(
+            found,
+            local_world,
+            strategy,
+            nodes=nodes,
+            master=rank_info.address,
+            sharing=sharing,
+            logged=False,
+        )
     )
-    # Ranks of other launchers share a console. Where each has a log, muster's launcher has set it.
-    environment.apply([v for v in variables if v.name != "NCCL_DEBUG"])
     cores = os.sched_getaffinity(0)
     if not bound:
         gpu = rank_info.local_rank if found.gpus else None

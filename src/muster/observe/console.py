@@ -103,7 +103,7 @@ def follow(
 
 
 def step_words(line: dict[str, Any], rehearsal: bool = False) -> str:
-    """The speed of a rehearsal is not shown."""
+    """Loss, gradient norm, learning rate and, except in a rehearsal, speed."""
     words = (
         f"loss {_number(line['loss'], '.4f')}  grad {_number(line['grad_norm'], '.3f')}  "
         f"lr {line['lr']:.2e}"

@@ -28,7 +28,7 @@ from muster.parallel.blocks import (
     find_blocks,
     prepare_norms,
 )
-from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packed_last
+from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packing_order
 from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
@@ -69,8 +69,7 @@ def apply(
     plan: ParallelPlan = model.plan  # type: ignore[assignment]
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
-    if recipe.training.compile:
-        compiled = compile_blocks(model, blocks, plan.compiled)
+    compiled = compile_blocks(model, blocks, plan.compiled) if recipe.training.compile else []
     if partitioned:
         assert weights is not None
         _fill_partitions(model, weights, mesh)
@@ -80,7 +79,7 @@ def apply(
         for parameter in getattr(module, "borrows", lambda: ())():
             library().zero.register_external_parameter(module, parameter)
     engine = ZeroEngine(model, mesh, config, make_optimizer)
-    if recipe.training.compile and mesh.layout.zero < 3 and mesh.device.type == "cuda":
+    if mesh.layout.zero < 3 and mesh.device.type == "cuda":
         refuse_misaligned(compiled)
     return engine
 
@@ -93,8 +92,8 @@ def refuse_misaligned(compiled: Sequence[nn.Module]) -> None:
             if parameter.data_ptr() % ALIGNMENT_BYTES:
                 raise RecipeError(
                     f"training.compile: {name} of a {type(module).__name__} does not begin at a multiple "
-                    f"of {ALIGNMENT_BYTES} bytes, because DeepSpeed packs the weights and some have an odd "
-                    "size; set training.compile=false, or choose zero3 or fsdp"
+                    f"of {ALIGNMENT_BYTES} bytes, because DeepSpeed packs the weights, and the size of one before "
+                    "it is no multiple; set training.compile=false, or choose zero3 or fsdp"
                 )
 
 
@@ -117,9 +116,8 @@ def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
                 parameter.copy_(weights.read(name, shape, region, mesh.device))
 
 
-def _evenly_sized_first(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """DeepSpeed packs weights in this order; one of an odd size misaligns all that follow it."""
-    return sorted(model.named_parameters(), key=lambda named: packed_last(named[1].numel()))
+def _in_packing_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return sorted(model.named_parameters(), key=lambda named: packing_order(named[1].numel()))
 
 
 class ZeroEngine:
@@ -131,7 +129,7 @@ class ZeroEngine:
         self.mesh, self.parts = mesh, [model]
         self._axis = init_device_mesh(mesh.device.type, (mesh.world,))
         self.engine, self.optimizer, *_ = library().initialize(
-            model=model, optimizer=make_optimizer(_evenly_sized_first(model)), config=config
+            model=model, optimizer=make_optimizer(_in_packing_order(model)), config=config
         )
         self._pending = False
 

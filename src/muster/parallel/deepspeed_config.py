@@ -16,9 +16,10 @@ NEVER = 10**9
 ALIGNMENT_BYTES = 16  # of the widest read of a compiled kernel
 
 
-def packed_last(numel: int) -> bool:
-    """Of weights that stages 1 and 2 pack: one of such a size, of whatever type, misaligns the next."""
-    return numel % ALIGNMENT_BYTES != 0
+def packing_order(numel: int) -> int:
+    """Sorts the weights that stages 1 and 2 pack: none follows one that is less divisible, which would
+    misalign it."""
+    return -math.gcd(numel, ALIGNMENT_BYTES)
 
 
 def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from muster.hardware.rehearsal import CONTEXT_BYTES
-from muster.parallel.deepspeed_config import packed_last
+from muster.parallel.deepspeed_config import packing_order
 from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import Layout
 from muster.plan.profile import ModelCost
@@ -136,7 +136,7 @@ def _zero_static_memory(choice: Choice, stage: Stage, rank: int) -> dict[str, in
         weights, own, overlapping = stage.numel - stage.trained, 0, 0
         for matrices in (True, False):  # parameter groups with and without weight decay
             sizes = [p.numel for p in trained if (len(p.shape) > 1) == matrices]
-            sizes.sort(key=packed_last)
+            sizes.sort(key=packing_order)
             part = -(-sum(sizes) // (2 * ranks)) * 2
             weights, own = weights + part * ranks, own + part
             overlapping += _overlapping(sizes, part * rank, part)
@@ -197,8 +197,11 @@ def _peak_activations(workload: ModelCost) -> float:
     return max(h.activations for h in workload.peaks.values())
 
 
-def _in_flight(choice: Choice, stage: Stage, workload: ModelCost) -> tuple[float, float]:
-    """Activations of the running micro-batch, and of those waiting for their backward pass."""
+def _in_flight(
+    choice: Choice, stage: Stage, workload: ModelCost, low: int = FLOAT
+) -> tuple[float, float]:
+    """Activations of the running micro-batch, and of those waiting for their backward pass. `low`: bytes
+    of an element of a new gradient, which counts as an activation."""
     layout = choice.layout
     stage_index = 0 if stage.first else layout.pipeline - 1 if stage.last else 1
     ahead = choice.microbatches if choice.schedule == "gpipe" else layout.pipeline - stage_index
@@ -207,18 +210,16 @@ def _in_flight(choice: Choice, stage: Stage, workload: ModelCost) -> tuple[float
         for m, h in workload.peaks.items()
         if (stage.depths.get(m.region) if m.position.startswith("in ") else stage.last)
     }
-    kept, newest, last = workload.kept, 0, 0
-    if (
-        not stage.last
-    ):  # without what comes after the blocks; in the backward pass that is there too
+    kept, working = workload.kept, max((h.activations for h in inside.values()), default=0.0)
+    if not stage.last:  # recorded with the head, which is on another rank
         kept = min(kept, sum(n * _kept_per_block(workload, s, n) for s, n in stage.depths.items()))
-        inside = {m: h for m, h in inside.items() if m.phase != "backward"}
-        each = choice.low if choice.sharded else FLOAT
-        newest, last = (
-            each * max((p.numel for p in stage.parameters if bool(p.group[1]) == block), default=0)
-            for block in (True, False)
-        )  # gradients that were just computed; the embedding's when no activations are left
-    working = max(last, newest + max((h.activations for h in inside.values()), default=0))
+        outside = [p.numel for p in stage.parameters if p.trained and not p.group[1]]
+        working = low * max(outside, default=0)  # the embedding's gradient comes last, alone
+        for point, peak in inside.items():
+            if point.phase != "backward":
+                working = max(working, peak.activations)
+            elif point.position != "in first":  # a tied head's gradient waits for the embedding's
+                working = max(working, peak.activations - low * stage.tied)
     return working, (min(ahead, choice.microbatches) - 1) * kept
 
 
@@ -309,7 +310,7 @@ def _sharded_pipeline(
     whole = FLOAT * stage.trained
     newest = max((p.numel for p in stage.parameters if p.group[1]), default=0)
     fresh = low * (block - newest) if low < FLOAT else 0
-    working, others = _in_flight(choice, stage, workload)
+    working, others = _in_flight(choice, stage, workload, low)
     yield _MemoryPoint(whole + fresh, working + others, low * stage.numel)
     yield _MemoryPoint(whole, others, low * (stage.numel + block))  # the last all-gather
 
@@ -317,9 +318,9 @@ def _sharded_pipeline(
 def _zero_points(
     choice: Choice, stage: Stage, workload: ModelCost, static: dict[str, int]
 ) -> Iterator[_MemoryPoint]:
-    """DeepSpeed allocates a gradient bucket: at stage 3 once, at stages 1 and 2 with the first gradient
-    of each backward pass. Reducing it makes copies: of the bucket, then of this rank's partition, which
-    at stage 2 is accumulated."""
+    """DeepSpeed allocates a gradient bucket: at stage 3 once, at stage 2 with the first gradient of each
+    backward pass, at stage 1 of each step. Reducing it makes copies: of the bucket, then of this rank's
+    partition, which at stage 2 is accumulated."""
     level, low = choice.layout.zero, choice.low
     gradients, bucket = static["gradients"], low * ZERO_BUCKET
     if level == 3:
@@ -330,21 +331,25 @@ def _zero_points(
         yield _MemoryPoint(gradients, 0.0, bucket + live + copies)
         return
     own, many = static["master weights"] // FLOAT, choice.accumulation > 1
-    share = min(1.0, ZERO_BUCKET / stage.trained)  # of the gradients that fill the bucket
+    share = min(1.0, ZERO_BUCKET / max(1, stage.trained))  # of the gradients that fill the bucket
     copied = share * low * stage.trained
     early = _before_gradients(stage, workload)
+    if choice.offload != "none":  # the partition goes to the host
+        own = gradients = 0
     if level == 1:
         whole = low * stage.trained  # until they are reduced
         for point, peak in workload.peaks.items():
             now = whole if many else peak.with_gradients - peak.activations
-            yield _MemoryPoint(now, peak.activations, 0 if point in early else bucket)
-        yield _MemoryPoint(whole, 0.0, bucket + (0 if share == 1 else gradients))
+            held = bucket if many or point not in early else 0
+            yield _MemoryPoint(now, peak.activations, held)
+        yield _MemoryPoint(whole, 0.0, bucket + max(0, gradients - copied))
     else:
         before = gradients if many else 0  # of earlier micro-batches
         for point, peak in workload.peaks.items():
-            yield _MemoryPoint(before, peak.activations, 0 if point in early else bucket)
+            held = 0 if point in early else bucket
+            yield _MemoryPoint(before, peak.activations, held)
             if share < 1 and point.phase == "backward" and point.position.startswith("in "):
-                # The bucket is reduced among the blocks: once, and when this rank has its partition.
+                # The first reduction; then a later one, when this rank's partition is allocated.
                 rest = (1 - share) * peak.activations
                 yield _MemoryPoint(before, rest, bucket + copied)
                 yield _MemoryPoint(before + gradients, rest, bucket)

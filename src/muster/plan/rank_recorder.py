@@ -19,7 +19,7 @@ from muster.parallel import pipeline, state
 from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.parallel.fsdp import DTYPES
 from muster.plan.messages import Message
-from muster.plan.trace import Recorder, TracePoint
+from muster.plan.trace import Recorder, TracePoint, Wrap, patched
 from muster.recipe.schema import Recipe
 from muster.torch_internals import (
     _compute_bucket_assignment_by_size,
@@ -65,7 +65,7 @@ class Buckets:
         accumulation: int,
     ) -> None:
         self.options, self.ranks = recipe.distributed.ddp, ranks
-        self.recorder, self.accumulation = recorder, accumulation
+        self.accumulation = accumulation
         self.trained = [p for part in engine.parts for p in part.parameters() if p.requires_grad]
         self.order: dict[nn.Parameter, Tensor] = {}
         for p in self.trained:
@@ -79,8 +79,6 @@ class Buckets:
         def move(p: Any) -> None:
             if next(micro_batch) % self.accumulation == 0:
                 self.order[p] = p.grad = view
-            else:
-                self.recorder.track(p.grad, GRADIENTS)
 
         return move
 
@@ -221,9 +219,6 @@ def recording(recorder: Recorder, engine: TorchEngine, resting: str = GRADIENTS)
         yield
 
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
 def call_after(after: Callable[[Any], None]) -> Wrap:
     """Call `after` with the first argument when the function returns."""
 
@@ -251,13 +246,3 @@ def _during(recorder: Recorder, **settings: str) -> Wrap:
         return run
 
     return wrap
-
-
-@contextmanager
-def patched(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
-    real = getattr(owner, name)
-    setattr(owner, name, wrap(real))
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)

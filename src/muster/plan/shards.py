@@ -54,7 +54,7 @@ class Stage:
     first: bool
     last: bool
     buffers: int = 0  # bytes of the model's buffers, which are not sharded
-    tied: bool = False  # the head shares the embedding's weight
+    tied: int = 0  # elements of the embedding's weight that the head shares
 
     @property
     def layers(self) -> int:
@@ -96,16 +96,19 @@ def stages(
     """By pipeline rank, for one of its tensor ranks; none is larger than the first. `per_rank`:
     stages per pipeline rank, of an interleaved schedule."""
     plan, tensor_axis = subject.plan, (layout.tensor, tensor_rank)
+    tied = 0
+    if plan.tied:
+        shape = tuple(subject.model.get_parameter(plan.tied).shape)
+        tied = math.prod(local_shape(plan.tied, shape, plan, *tensor_axis))
     if layout.pipeline == 1:
-        return [_stage([subject.model], plan, tensor_axis, first=True, last=True)]
+        return [_stage([subject.model], plan, tensor_axis, first=True, last=True, tied=tied)]
     cuts = cut_evenly(plan.costs, layout.pipeline * per_rank)
     found = []
     for rank in range(layout.pipeline):
         with torch.device("meta"):
             parts = [subject.task.build_part(*ends) for ends in cuts[rank :: layout.pipeline]]
-        found.append(
-            _stage(parts, plan, tensor_axis, first=rank == 0, last=rank == layout.pipeline - 1)
-        )
+        last = rank == layout.pipeline - 1
+        found.append(_stage(parts, plan, tensor_axis, first=rank == 0, last=last, tied=tied))
     return found
 
 
@@ -116,6 +119,7 @@ def _stage(
     *,
     first: bool,
     last: bool,
+    tied: int,
 ) -> Stage:
     parameters: list[LocalParameter] = []
     depths: Counter[str] = Counter()
@@ -127,7 +131,7 @@ def _stage(
             shape = local_shape(name, tuple(p.shape), plan, *tensor_axis)
             parameters.append(LocalParameter(name, shape, p.requires_grad, (i, block)))
     buffers = sum(b.numel() * b.element_size() for part in parts for b in part.buffers())
-    return Stage(tuple(parameters), depths, first, last, buffers, plan.tied is not None)
+    return Stage(tuple(parameters), depths, first, last, buffers, tied)
 
 
 def local_shape(

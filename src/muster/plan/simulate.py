@@ -48,14 +48,13 @@ from muster.plan.rank_recorder import (
     count_messages,
     local,
     local_blocks,
-    patched,
     recording,
     static_bytes,
     step,
     track_static,
 )
 from muster.plan.subject import Subject, fake
-from muster.plan.trace import Trace
+from muster.plan.trace import Trace, patched
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -30,6 +30,17 @@ from muster.torch_internals import (
 
 BLOCK = 512  # bytes: CUDA allocations are rounded up to it
 NOWHERE = ""
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def patched(owner: Any, name: str, wrap: Wrap) -> Iterator[None]:
+    real = getattr(owner, name)
+    setattr(owner, name, wrap(real))
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
 
 
 @dataclass(frozen=True)
@@ -82,22 +93,26 @@ class Recorder(TorchDispatchMode):
         # storage → (weak reference, bytes, part)
         self._tracked: dict[int, tuple[Any, int, str]] = {}
         self._unrecorded = False
-        self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+        self._patches = ExitStack()
 
     def __enter__(self) -> Self:
         """DTensor derives an operation's output from whole tensors, which no rank has."""
 
-        def propagate(*args: Any) -> Any:
-            with self.unrecorded():
-                return self._propagate(*args)
+        def without_recording(propagate: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                with self.unrecorded():
+                    return propagate(*args)
 
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+            return run
+
+        name = "_propagate_tensor_meta_non_cached"
+        self._patches.enter_context(patched(ShardingPropagator, name, without_recording))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate
+        with self._patches:
+            super().__exit__(*error)
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +197,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Operations in here are not recorded. Of a compiled graph, the compiler adds its own."""
+        """Operations in here are not recorded; the compiler records those of a compiled graph itself."""
         before, self._unrecorded = self._unrecorded, True
         try:
             yield
