@@ -38,13 +38,10 @@ case " ${sets[*]} " in
     [ ${#sets[@]} = 1 ] || { echo "error: --gpu is a set of its own; leave out the others" >&2; exit 2; }
     mapfile -t files < <(grep -rlE --include='test_*.py' 'mark\.(gpu|both)' tests)
     [ ${#files[@]} -gt 0 ] || { echo "error: no tests for GPUs in tests/" >&2; exit 2; }
-    # Most of the time goes into starting and compiling on the CPU: up to four files at a time, each with
-    # up to four ranks. A file's tests share their ranks and runs.
-    cores=$(nproc)
-    gib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | sort -n | awk 'NR == 1 {print int($1 / 1024)}')
-    processes=4
-    [ "$processes" -le $((cores / 4)) ] || processes=$((cores / 4))
-    [ "$processes" -le $((gib / 20)) ] || processes=$((gib / 20))
+    # Most of the time goes into starting and compiling on the CPU: up to four files at a time, one for every
+    # 4 cores and 20 GiB of the smallest GPU. A file's tests share their ranks and runs.
+    mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | grep -E '^[0-9]+$' | sort -n | head -1) || true
+    processes=$(printf '%s\n' 4 $(($(nproc) / 4)) $((${mib:-0} / 20480)) | sort -n | head -1)
     [ "$processes" -ge 1 ] || processes=1
     failed=0
     "$bin/python" -m pytest --gpu -n "$processes" --dist loadfile -m "not serial" "${files[@]}" || failed=$?

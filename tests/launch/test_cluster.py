@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 
 from muster.errors import LaunchError
-from muster.hardware.inventory import Cpus, Inventory
+from muster.hardware.inventory import Cpus, Gpu, Inventory
 from muster.launch.cluster import PORT, Node, RankInfo, detect, hostnames, node
 from muster.launch.process import set_up_process
 
@@ -225,3 +225,17 @@ def test_a_bound_rank_computes_on_all_of_its_own_cores(monkeypatch, launcher, al
         set_up_process(RankInfo(0, 4, 0, 4, launcher=launcher), "ddp")
         assert os.environ["OMP_NUM_THREADS"] == str(threads)
     assert used == [threads]
+
+
+def test_a_rank_of_any_launcher_leaves_the_console_to_nccls_warnings(monkeypatch):
+    gpus = tuple(Gpu(i, "NVIDIA H200", 140.0, f"GPU-{i}") for i in range(2))
+    found = Inventory(gpus, 2, 512.0, "host")
+    monkeypatch.setattr("muster.launch.process.inventory.detect", lambda: found)
+    monkeypatch.setattr("muster.launch.process.affinity.pin", lambda cores: True)
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)
+    for given, expected in ((None, "WARN"), ("INFO", "INFO")):  # by muster's launcher, or the user
+        with patch.dict(os.environ):
+            os.environ.pop("NCCL_DEBUG", None)
+            os.environ.update({"NCCL_DEBUG": given} if given else {})
+            set_up_process(RankInfo(0, 2, 0, 2, launcher="torchrun"), "ddp")
+            assert os.environ["NCCL_DEBUG"] == expected
