@@ -27,6 +27,7 @@ QUIET = (
     "evaluation.every_steps=null",
     "evaluation.final=false",
     "checkpoint.every_steps=null",
+    "checkpoint.final=false",
     "logging.tensorboard=false",
     "data.cache_gib=0.5",
 )
@@ -107,7 +108,9 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
 
     from muster import runs
     from muster.launch.cluster import RankInfo
-    from muster.train import loop, memory
+    from muster.observe.results import read_lines
+    from muster.train import loop
+    from muster.train.loop import train
     from muster.worker.main import connect_ranks
     from muster.worker.prepare import prepare
 
@@ -121,21 +124,15 @@ def measure(case: Case, profile: bool) -> dict[str, Any]:
         new = runs.create(Path(folder), "case", {})
         mesh, run, recipe = connect_ranks(recipe, RankInfo(), new)
         job = prepare(recipe, mesh, run)
-        for part in job.engine.parts:
-            part.train()
-        memory.try_costliest(job)
-        batches = job.loader.steps(0, WARM_UP + STEPS)
-        times = []
-        found: dict[str, Any] = {}
-        for step in range(WARM_UP + STEPS):
-            begin = time.perf_counter()
-            if profile and step == WARM_UP:
-                found["kernels"] = profiled(lambda step=step: loop._step(job, step, batches))
-            else:
-                loop._step(job, step, batches)
-                if step > WARM_UP:
-                    times.append(time.perf_counter() - begin)
-        batches.close()
+        job.steps = WARM_UP + STEPS
+        train(job)
+        lines = read_lines(run.path / "metrics.jsonl")
+        times = [line["step_time_s"] for line in lines if line["step"] > WARM_UP + 1]
+        found: dict[str, Any] = {"choices": job.choices}
+        if profile:
+            batches = job.loader.steps(0, 1)
+            found["kernels"] = profiled(lambda: loop._launch(job, 0, batches, None))
+            batches.close()
         job.observer.close()
         torch.distributed.destroy_process_group()
     if torch.cuda.is_available():

@@ -68,7 +68,7 @@ def measure(
         scale=1.0 / tokens(ROWS)[:, 1:].numel(),
     )
     engine.accumulate([batch], functions)
-    norm = engine.clip_(1.0)
+    norm = float(engine.grad_norm())
     engine.step(0.0)
     engine.zero_grad()
     engine.parts[0].eval()

@@ -16,6 +16,7 @@ from muster.models.decoder import Decoder, Part, initial_std
 from muster.models.weights import FreshWeights
 from muster.parallel.apply import apply
 from muster.parallel.engine import Engine, StepFunctions
+from muster.parallel.gradients import clip_divisor
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
@@ -138,8 +139,10 @@ def course(engine: Engine, pieces: list[Batch], units: int, steps: int = 3) -> l
     norms = []
     for _ in range(steps):
         engine.accumulate(pieces, make_functions(units))
-        norms.append(engine.clip_(1.0))  # the default, which DeepSpeed was told
-        engine.step(LR)
+        norm = engine.grad_norm()
+        divisor = clip_divisor(norm, 1.0, 1.0)  # the default, which DeepSpeed was told
+        engine.step(LR, divisor, norm.isfinite())
+        norms.append(float(norm))
         engine.zero_grad()
     return norms
 

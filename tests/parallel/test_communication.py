@@ -50,7 +50,7 @@ def traffic(mesh, config: DecoderConfig, distributed: dict[str, Any], count: int
     for _ in range(3):
         before = max((entry["record_id"] for entry in recorded()), default=-1)
         engine.accumulate(pieces, make_functions(batch.units))
-        engine.clip_(1.0)
+        engine.grad_norm()
         engine.step(LR)
         engine.zero_grad()
     new = [entry for entry in recorded() if entry["record_id"] > before]

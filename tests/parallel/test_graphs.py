@@ -35,7 +35,7 @@ def course(folder, recipe: str, overrides: list[str]) -> list[tuple[float, float
     try:
         job = prepare(load(recipe, [*COMMON, *overrides]), mesh, runs.create(folder, "run", {}))
         train(job)
-        graphs = job.engine._graphs  # type: ignore[attr-defined]
+        graphs = job.engine.graphs  # type: ignore[attr-defined]
         assert graphs is None or graphs.captured
         job.observer.close()
     finally:
@@ -67,8 +67,8 @@ def test_replayed_steps_take_the_course_of_plain_ones(tmp_path, recipe, options,
 @pytest.mark.parametrize(
     ("layout", "override", "said"),
     [
-        (Layout(replicate=2), "seed=1", "a single GPU; this is"),
-        (Layout(zero=2), "seed=1", "a single GPU; this is"),
+        (Layout(shard=2), "seed=1", "one GPU or under DDP, and this is"),
+        (Layout(zero=2), "seed=1", "one GPU or under DDP, and this is"),
         (
             Layout(),
             "training.activation_checkpointing=full",

@@ -39,7 +39,7 @@ def measure(mesh, config: DecoderConfig, distributed: dict[str, Any]) -> Held:
     engine.step(LR)
     engine.zero_grad()
     engine.accumulate(pieces, make_functions(batch.units))
-    engine.clip_(None)  # torch leaves a cut embedding's gradient whole until here
+    engine.grad_norm()  # torch leaves a cut embedding's gradient whole until here
     parameters = [p for part in engine.parts for p in part.parameters()]
     moments = [t for s in engine.optimizer.state.values() for n, t in s.items() if n != "step"]
     held = {

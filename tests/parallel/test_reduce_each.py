@@ -45,7 +45,7 @@ def highest(mesh, each: bool) -> int:
         for _ in range(2):
             engine.zero_grad()
             recorder.trace = Trace()
-            step(engine, pieces, make_functions(64), recorder, 1.0)
+            step(engine, pieces, make_functions(64), recorder)
     return recorder.trace.peak
 
 

@@ -32,7 +32,7 @@ Found = tuple[dict[str, Tensor], Tensor, float]
 def run(engine, pieces, batch) -> Found:
     """Gradients by name, and after them the logits of a batch of another size, and the loss."""
     losses = engine.accumulate(pieces, make_functions(batch.units))
-    engine.clip_(None)
+    engine.grad_norm()
     gradients = whole_gradients(engine)
     engine.zero_grad()
     with torch.no_grad():

@@ -94,7 +94,7 @@ def on_ranks(mesh, task, distributed, count, precision) -> Any:
         for _ in range(3):
             engine.zero_grad()
             recorder.trace = Trace()
-            step(engine, batches, functions, recorder, 1.0)
+            step(engine, batches, functions, recorder)
     return count_messages(recorder.trace.messages), static_bytes(engine)
 
 

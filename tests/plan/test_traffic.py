@@ -37,7 +37,7 @@ def sent(
         recorder.trace = Trace()
         with recorder:
             engine.accumulate([make_batch(config, 2)] * count, functions)
-            engine.clip_(1.0)
+            engine.grad_norm()
             engine.step(LR)
             engine.zero_grad()
     return Counter(

@@ -15,6 +15,7 @@ import torch
 from muster import runs
 from muster.check.context import RankContext, RankReport
 from muster.check.findings import SLOW, TOO_SLOW, Finding, RankNames, Status
+from muster.parallel.gradients import clip_divisor
 from muster.recipe.load import load
 
 if TYPE_CHECKING:
@@ -81,8 +82,9 @@ def _train(job: Job, kept: list[list[Batch]]) -> float:
         started = time.perf_counter()
         units, _ = job.mesh.sum(sum(batch.units for batch in batches))
         job.engine.accumulate(batches, replace(job.functions, scale=job.scale.value / units))
-        job.engine.clip_(job.recipe.training.max_grad_norm, job.scale.value)
-        job.engine.step(job.recipe.training.lr)
+        norm = job.engine.grad_norm(job.scale.value)
+        divisor = clip_divisor(norm, job.recipe.training.max_grad_norm, job.scale.value)
+        job.engine.step(job.recipe.training.lr, divisor)
         job.engine.zero_grad()
         if job.mesh.device.type == "cuda":
             torch.cuda.synchronize(job.mesh.device)

@@ -146,7 +146,7 @@ def trainer_arguments(
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "use_cpu": device.type == "cpu",
-        "torch_compile": training.compile,
+        "torch_compile": training.compile is True,
         "gradient_checkpointing": training.activation_checkpointing != "none",
         "ddp_find_unused_parameters": False,
         "remove_unused_columns": False,

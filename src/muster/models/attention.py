@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from muster.models.configs import DecoderConfig
+from muster.models.gpu_kernels import for_gpu
 
 
 class Cache:
@@ -32,7 +35,10 @@ class Cache:
         return k, v
 
 
-def rotations(config: DecoderConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+Rotary = tuple[Tensor, Tensor]  # cos and sin of each position
+
+
+def rotations(config: DecoderConfig, positions: Tensor) -> Rotary:
     """cos and sin of every position's turn, `[…, 1, time, head_size / 2]`, always in float32."""
     exponent = torch.arange(0, config.head_size, 2, device=positions.device) / config.head_size
     frequency = 1.0 / config.rope_theta ** exponent.float()
@@ -54,6 +60,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def project_jointly(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """What each of the linear layers makes of x. On a GPU one product with all of their weights is faster
+    than one with each, unless a layer is more than that: an adapter, or sharded."""
+    plain = [layer for layer in layers if type(layer) is nn.Linear and _whole(layer.weight)]
+    if not for_gpu(x) or len(plain) < len(layers):
+        return [layer(x) for layer in layers]
+    sizes = [layer.out_features for layer in plain]
+    bias = None
+    if any(layer.bias is not None for layer in plain):
+        bias = torch.cat(
+            [
+                layer.weight.new_zeros(n) if layer.bias is None else layer.bias
+                for layer, n in zip(plain, sizes, strict=True)
+            ]
+        )
+    joint = F.linear(x, torch.cat([layer.weight for layer in plain]), bias)
+    return list(joint.split(sizes, dim=-1))
+
+
+def _whole(weight: Tensor) -> bool:
+    """Whether the weight is there: tensor parallelism shards it, ZeRO 3 gathers it when its layer is
+    called."""
+    return not isinstance(weight, DTensor) and not hasattr(weight, "ds_id")
+
+
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -65,17 +96,15 @@ class Attention(nn.Module):
         self.o = nn.Linear(size, config.width, bias=config.bias)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None
+        self, x: Tensor, rotary: Rotary | None, documents: Tensor | None, cache: Cache | None
     ) -> Tensor:
         """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
         of the heads, and between layers only a shard of the sequence."""
-        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        q, k, v = (self._heads(y) for y in project_jointly(x, (self.q, self.k, self.v)))
         past = cache.seen(self.layer) if cache is not None else 0
         mask = attention_mask(self.config, q.shape[2], past, documents, q.device)
-        if self.config.position == "rotary":
-            if positions is None:
-                positions = torch.arange(past, past + q.shape[2], device=q.device)
-            cos, sin = rotations(self.config, positions)
+        if rotary is not None:
+            cos, sin = (table[..., : q.shape[2], :] for table in rotary)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muster.models.attention import Attention, Cache
+from muster.models.attention import Attention, Cache, Rotary, rotations
 from muster.models.configs import DecoderConfig
-from muster.models.gpu_kernels import for_gpu
+from muster.models.gpu_kernels import for_gpu, residual_stream
 from muster.models.plan import ParallelPlan, Split
 
 
@@ -75,11 +75,11 @@ class DecoderBlock(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        rotary: Rotary | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), positions, documents, cache))
+        x = x + self._drop(self.attention(self.attention_norm(x), rotary, documents, cache))
         return x + self._drop(self.feed_forward(self.feed_forward_norm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -168,14 +168,25 @@ class Decoder(nn.Module):
         """`positions` [batch, time] replace 0, 1, 2 …; tokens of different `documents`
         [batch, time] do not see each other."""
         past = cache.length if cache is not None else 0
+        rotary = self._rotary(x, positions, past)
         if self.part.first:
             assert self.embed is not None
-            x = self.embed(x, positions, past)
+            x = residual_stream(self.embed(x, positions, past))
         for block in self.blocks.values():
-            x = block(x, positions, documents, cache)
+            x = block(x, rotary, documents, cache)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x
+
+    def _rotary(self, x: Tensor, positions: Tensor | None, past: int) -> Rotary | None:
+        """The tables for all blocks. States between the stages of a pipeline may be a shard of the sequence:
+        there they are for all positions, and each block takes the first of them."""
+        if self.config.position != "rotary":
+            return None
+        if positions is None:
+            stop = past + x.shape[1] if self.part.first else self.config.positions
+            positions = torch.arange(past, stop, device=x.device)
+        return rotations(self.config, positions)
 
     @property
     def plan(self) -> ParallelPlan:

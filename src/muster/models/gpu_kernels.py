@@ -1,4 +1,4 @@
-"""Whether code runs on a GPU, whose kernels favour other sizes and algorithms than a CPU's."""
+"""What GPU kernels favour: other sizes, types and algorithms than a CPU's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from muster.torch_internals import _disable_current_modes
@@ -16,6 +17,15 @@ _planning = False
 def for_gpu(tensor: Tensor) -> bool:
     """Whether a tensor is on a GPU, or is a fake tensor of the planner."""
     return tensor.device.type != "cpu" or _planning
+
+
+def residual_stream(x: Tensor) -> Tensor:
+    """Embeddings as the first block reads them: in bfloat16 if autocast computes in it, as FSDP gathers
+    them. An embedding's float32 would make every block read and write twice the bytes."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        return x.to(torch.bfloat16)
+    return x
 
 
 @contextmanager

@@ -123,6 +123,9 @@ def event_words(event: dict[str, Any]) -> str | None:
         case "resumed":
             passed = "".join(f"; passed over {words}" for words in event["passed_over"])
             return f"resumed at step {event['step']} from {event['path']}{passed}"
+        case "choices":
+            titles = {"compile": "torch.compile", "cuda_graphs": "CUDA graphs"}
+            return "; ".join(f"{titles[k]}: {event[k]}" for k in titles if k in event)
         case "evaluation":
             return f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
         case "restarting":

@@ -14,7 +14,7 @@ import torch
 
 from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
-from muster.observe.results import STOP_FILE
+from muster.observe.results import STOP_FILE, write_json
 
 
 class Ranks(Protocol):
@@ -145,6 +145,13 @@ class Observer:
         if self.rank == 0:
             with (self.folder / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
+
+    def choices(self, made: dict[str, str]) -> None:
+        """What `auto` settings came to, and why: in plan.json and as an event."""
+        if self.rank == 0:
+            plan = json.loads((self.folder / "plan.json").read_text())
+            write_json(self.folder / "plan.json", {**plan, "choices": made})
+            self.event("choices", **made)
 
     def stop_requested(self) -> bool:
         """By `muster stop`, or by a signal to this rank."""

@@ -9,16 +9,11 @@ from torch import nn
 
 from muster.models.plan import ParallelPlan
 from muster.parallel import fsdp, pipeline, tensor
-from muster.parallel.blocks import (
-    checkpoint_activations,
-    compile_blocks,
-    find_blocks,
-    prepare_norms,
-)
+from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
+from muster.parallel.compilation import compile_blocks
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
-from muster.parallel.graphs import Graphs
 from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
@@ -77,17 +72,13 @@ def apply(
         )
     if layout.only_replicas and layout.world > 1:
         module, clock = replicate(parts[0], mesh, options.ddp)
-        return TorchEngine(module, parts, optimizer, layout, clock=clock)
-    graphs = None
-    if recipe.training.cuda_graphs and mesh.device.type == "cuda":
-        graphs = Graphs(mesh.device)
+        return TorchEngine(module, parts, optimizer, mesh, clock=clock)
     return TorchEngine(
         parts[0],
         parts,
         optimizer,
-        layout,
+        mesh,
         split_loss=split_loss,
-        graphs=graphs,
         reduce_each=options.fsdp.reduce_each_micro_batch,
     )
 

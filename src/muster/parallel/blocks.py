@@ -1,4 +1,4 @@
-"""Applied to a model before it is sharded: norms, activation checkpointing, torch.compile."""
+"""Applied to a model before it is sharded: norms and activation checkpointing."""
 
 from __future__ import annotations
 
@@ -76,16 +76,6 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_blocks(
-    model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]
-) -> list[nn.Module]:
-    """The modules that were compiled. Blocks of one class share a compiled graph."""
-    compiled = [*blocks, *(m for name, m in model.named_modules() if name in others)]
-    for module in compiled:
-        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
-    return compiled
 
 
 def prepare_norms(model: nn.Module, recipe: Recipe) -> None:

@@ -10,21 +10,8 @@ from muster.recipe.schema import Recipe
 
 def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
     training, options = recipe.training, recipe.distributed
-    if training.cuda_graphs and (layout.world > 1 or layout.zero):
-        raise RecipeError(
-            f"training.cuda_graphs: graphs are captured on a single GPU; this is {layout}. Set it to "
-            "false, or train with --gpus 1"
-        )
-    if training.cuda_graphs and recipe.task not in ("speech-seq2seq", "causal-lm"):
-        raise RecipeError(
-            f"training.cuda_graphs: for speech-seq2seq and causal-lm; {recipe.task} synchronizes "
-            "with the GPU within a step, which cannot be captured. Set it to false"
-        )
-    if training.cuda_graphs and training.activation_checkpointing != "none":
-        raise RecipeError(
-            "training.cuda_graphs: activation checkpointing cannot be captured; set it to false, or "
-            "training.activation_checkpointing to none"
-        )
+    if training.cuda_graphs is True and (problem := no_graphs(recipe, layout)):
+        raise RecipeError(f"training.cuda_graphs: {problem}; set it to false")
     if recipe.model.lora and (layout.zero or layout.tensor > 1 or layout.pipeline > 1):
         raise RecipeError(
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
@@ -48,6 +35,17 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             f"distributed.fsdp.cpu_offload: nothing is sharded by FSDP under {layout}; use strategy "
             "fsdp or hsdp, or set it to false"
         )
+
+
+def no_graphs(recipe: Recipe, layout: Layout) -> str | None:
+    """Why CUDA graphs cannot be captured, or None."""
+    if layout.zero or not layout.only_replicas:
+        return f"graphs are captured on one GPU or under DDP, and this is {layout}"
+    if recipe.task not in ("speech-seq2seq", "causal-lm"):
+        return f"{recipe.task} synchronizes with the GPU within a step, which cannot be captured"
+    if recipe.training.activation_checkpointing != "none":
+        return "activation checkpointing cannot be captured"
+    return None
 
 
 def refuse_tensor_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) -> None:

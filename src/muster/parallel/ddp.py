@@ -1,5 +1,7 @@
 """DistributedDataParallel: every rank holds the model, gradients are summed."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +18,16 @@ class GradientClock:
     def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
         self.device, self.dtype = device, dtype
         self.ready: DeviceTimestamp | None = None
+
+    def sum_now(self, gradients: Iterable[Tensor]) -> None:
+        """Gradients summed over all ranks, after a backward pass without DDP's hook."""
+        self.ready = DeviceTimestamp(self.device)
+        parts = list(gradients)
+        whole = torch.cat([part.flatten() for part in parts])
+        sent = whole if self.dtype is None else whole.to(self.dtype)
+        dist.all_reduce(sent)
+        summed = sent.split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, [s.view_as(p) for s, p in zip(summed, parts, strict=True)])
 
 
 def sum_gradients(

@@ -22,12 +22,8 @@ from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError, RecipeError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
-from muster.parallel.blocks import (
-    checkpoint_activations,
-    compile_blocks,
-    find_blocks,
-    prepare_norms,
-)
+from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
+from muster.parallel.compilation import compile_blocks, run_uncompiled
 from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packing_order
 from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
@@ -35,6 +31,8 @@ from muster.parallel.mesh import Mesh
 from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
+
+log = logging.getLogger(__name__)
 
 
 def library() -> Any:
@@ -79,22 +77,28 @@ def apply(
         for parameter in getattr(module, "borrows", lambda: ())():
             library().zero.register_external_parameter(module, parameter)
     engine = ZeroEngine(model, mesh, config, make_optimizer)
-    if mesh.layout.zero < 3 and mesh.device.type == "cuda":
-        refuse_misaligned(compiled)
+    if mesh.layout.zero < 3 and mesh.device.type == "cuda" and (found := misaligned(compiled)):
+        if recipe.training.compile != "auto":
+            raise RecipeError(
+                f"training.compile: {found}; set training.compile=false, or choose zero3 or fsdp"
+            )
+        log.warning("training.compile: %s, so the run goes on uncompiled", found)
+        run_uncompiled()
     return engine
 
 
-def refuse_misaligned(compiled: Sequence[nn.Module]) -> None:
+def misaligned(compiled: Sequence[nn.Module]) -> str | None:
     """Compiled code reads 16 bytes at a time where the first block's weights allow it, and blocks share
     the code: a later block whose weights begin elsewhere would end the run with a CUDA error."""
     for module in compiled:
         for name, parameter in module.named_parameters():
             if parameter.data_ptr() % ALIGNMENT_BYTES:
-                raise RecipeError(
-                    f"training.compile: {name} of a {type(module).__name__} does not begin at a multiple "
+                return (
+                    f"{name} of a {type(module).__name__} does not begin at a multiple "
                     f"of {ALIGNMENT_BYTES} bytes, because DeepSpeed packs the weights, and the size of one before "
-                    "it is no multiple; set training.compile=false, or choose zero3 or fsdp"
+                    "it is no multiple"
                 )
+    return None
 
 
 def _partitioning(
@@ -150,15 +154,20 @@ class ZeroEngine:
     def forward(self, inputs: Inputs) -> Any:
         return self.engine(*inputs.args, **inputs.shared)
 
-    def clip_(self, max_norm: float | None, scale: float = 1.0) -> float:
+    def grad_norm(self, scale: float = 1.0) -> Tensor:
         """The norm that DeepSpeed will clip by when it steps."""
         if self.mesh.layout.zero < 3:
-            return float(self.optimizer.scaled_global_norm())
-        from deepspeed.runtime.utils import get_global_norm
+            norm = self.optimizer.scaled_global_norm()
+        else:
+            from deepspeed.runtime.utils import get_global_norm
 
-        return float(get_global_norm(norm_list=self.optimizer._get_norm_groups()))
+            norm = get_global_norm(norm_list=self.optimizer._get_norm_groups())
+        return torch.as_tensor(norm, dtype=torch.float64, device=self.mesh.device)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, divisor: Tensor | None = None, finite: Tensor | None = None) -> None:
+        """DeepSpeed clips by itself. It decides on the host whether to step."""
+        if finite is not None and not finite:
+            return
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.engine.step()
@@ -177,10 +186,10 @@ class ZeroEngine:
                 self.optimizer, "norm_for_param_grads", {}
             )  # instead, of what is offloaded
             norms.update(dict.fromkeys(norms, torch.tensor(math.nan)))
-            log = logging.getLogger("DeepSpeed")
-            log.setLevel(logging.ERROR)  # it would warn of an overflow
+            library_log = logging.getLogger("DeepSpeed")
+            library_log.setLevel(logging.ERROR)  # it would warn of an overflow
             self.engine.step()
-            log.setLevel(logging.WARNING)
+            library_log.setLevel(logging.WARNING)
             for buffer in buffers:
                 buffer.zero_()
             self._pending = False

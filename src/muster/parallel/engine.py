@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,7 @@ from muster.parallel import state
 from muster.parallel.ddp import GradientClock
 from muster.parallel.gradients import global_norm, local_gradients
 from muster.parallel.graphs import Graphs
-from muster.parallel.layout import Layout
+from muster.parallel.mesh import Mesh
 from muster.parallel.timestamps import DeviceTimestamp
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
@@ -61,8 +60,15 @@ class Engine(Protocol):
         """The model's full output; None on a rank without the last stage."""
         ...
 
-    def clip_(self, max_norm: float | None, scale: float = 1.0) -> float: ...
-    def step(self, lr: float) -> None: ...
+    def grad_norm(self, scale: float = 1.0) -> Tensor:
+        """The norm of the global gradient, a scalar on the device. `scale` is what the loss was
+        multiplied by."""
+        ...
+
+    def step(self, lr: float, divisor: Tensor | None = None, finite: Tensor | None = None) -> None:
+        """Update the weights by the gradients over `divisor`; not where `finite` is false."""
+        ...
+
     def zero_grad(self) -> None: ...
     def ready(self) -> DeviceTimestamp | None: ...
     def state(self) -> dict[str, Any]: ...
@@ -79,35 +85,45 @@ class TorchEngine:
         module: nn.Module,
         parts: list[nn.Module],
         optimizer: Optimizer,
-        layout: Layout,
+        mesh: Mesh,
         *,
         clock: GradientClock | None = None,
         split_loss: bool = False,
-        graphs: Graphs | None = None,
         reduce_each: bool = False,
     ) -> None:
-        self.module, self.parts, self.optimizer, self.layout = module, parts, optimizer, layout
+        self.module, self.parts, self.optimizer, self.mesh = module, parts, optimizer, mesh
+        self.graphs: Graphs | None = None
         self._reduce_each = reduce_each
-        self._clock, self._split_loss, self._graphs = clock, split_loss, graphs
+        self._clock, self._split_loss = clock, split_loss
 
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
+        if self.graphs is not None:
+            return self._replay(batches, functions, self.graphs)
         losses = []
         for i, batch in enumerate(batches):
             with self._micro_step(last=i == len(batches) - 1), self._loss_context():
                 prepared = functions.prepare(batch)
-                if self._graphs:
-                    loss = self._graphs.run(
-                        partial(self._compute, functions), prepared, functions.scale
-                    )
-                else:
-                    loss = self._compute(functions, prepared, functions.scale)
+                loss = self._compute(self.module, functions, prepared, functions.scale)
             losses.append(full_tensor(loss))
         return losses
 
-    def _compute(self, functions: StepFunctions, prepared: Batch, scale: float | Tensor) -> Tensor:
+    def _replay(
+        self, batches: Sequence[Batch], functions: StepFunctions, graphs: Graphs
+    ) -> list[Tensor]:
+        """A captured graph contains no collective: DDP's replicas sum their gradients after the last
+        micro-batch."""
+        compute = partial(self._compute, self.parts[0], functions)
+        losses = [graphs.run(compute, functions.prepare(b), functions.scale) for b in batches]
+        if self._clock is not None:
+            self._clock.sum_now(p.grad for p in self.parts[0].parameters() if p.grad is not None)
+        return losses
+
+    def _compute(
+        self, module: nn.Module, functions: StepFunctions, prepared: Batch, scale: float | Tensor
+    ) -> Tensor:
         with functions.autocast():
             inputs = functions.inputs(prepared)
-            loss = functions.loss(self.module(*inputs.args, **inputs.shared), prepared)
+            loss = functions.loss(module(*inputs.args, **inputs.shared), prepared)
         (loss * scale).backward()
         return loss.detach()
 
@@ -126,26 +142,24 @@ class TorchEngine:
     def forward(self, inputs: Inputs) -> Any:
         return full_tensor(self.parts[0](*inputs.args, **inputs.shared))
 
-    def clip_(self, max_norm: float | None, scale: float = 1.0) -> float:
-        """The norm of the global gradient; clips in place. `scale` is what the loss was multiplied by."""
+    def grad_norm(self, scale: float = 1.0) -> Tensor:
         parameters = (p for part in self.parts for p in part.parameters())
-        groups = local_gradients(parameters, self.layout, self.tied)
-        norm = global_norm(groups, self.layout) / scale
-        factor = 1.0 / scale
-        if max_norm is not None:
-            factor *= min(1.0, max_norm / (norm + 1e-6))
-        if factor != 1.0:
-            for gradients in groups.values():
-                torch._foreach_mul_(gradients, factor)
-        return norm
+        groups = local_gradients(parameters, self.mesh.layout, self.tied)
+        return global_norm(groups, self.mesh.layout, self.mesh.device) / scale
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, divisor: Tensor | None = None, finite: Tensor | None = None) -> None:
+        """AdamW's fused kernel divides the gradients, and skips the update, on the device: the host does
+        not wait for either tensor."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        optimizer: Any = self.optimizer
+        device = optimizer.param_groups[0]["params"][0].device  # the host, if FSDP offloads
+        optimizer.grad_scale = None if divisor is None else divisor.float().to(device)
+        optimizer.found_inf = None if finite is None else (~finite).float().to(device)
+        optimizer.step()
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=self._graphs is None)
+        self.optimizer.zero_grad(set_to_none=self.graphs is None)
 
     def ready(self) -> DeviceTimestamp | None:
         """When this rank's last gradients were computed, under DDP."""

@@ -70,20 +70,26 @@ def redistributed_gradient(parameter: nn.Parameter) -> DTensor:
     return parameter.grad
 
 
-def _square(gradients: list[Tensor]) -> float:
+def _square(gradients: list[Tensor]) -> Tensor:
     """In float64 on CPUs, whose sequential float32 sum is less exact than a GPU's tree reduction."""
     kind = torch.float64 if gradients[0].device.type == "cpu" else None
     norms = torch.stack(torch._foreach_norm(gradients, dtype=kind))  # type: ignore[call-overload]
-    return float(norms.double().square().sum())
+    return norms.double().square().sum()
 
 
-def global_norm(groups: dict[int, list[Tensor]], layout: Layout) -> float:
-    """Squares summed over all ranks, replicated ones counted once."""
-    total = sum(_square(grads) / copies for copies, grads in groups.items())
-    if not layout.only_replicas:  # replicas hold the same sum already
-        packed = torch.tensor([total], dtype=torch.float64)
-        dist.all_reduce(packed)
-        total = packed.item()
-    else:
-        total *= layout.world
-    return math.sqrt(total)
+def global_norm(groups: dict[int, list[Tensor]], layout: Layout, device: torch.device) -> Tensor:
+    """Squares summed over all ranks, replicated ones counted once. A float64 scalar on `device`."""
+    squares = [(_square(grads) / copies).to(device) for copies, grads in groups.items()]
+    total = sum(squares, torch.zeros((), dtype=torch.float64, device=device))
+    if layout.only_replicas:  # they hold the same sum already
+        return (total * layout.world).sqrt()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clip_divisor(norm: Tensor, max_norm: float | None, scale: float) -> Tensor:
+    """What gradients are divided by: `scale`, by which the loss was multiplied, and as much as brings
+    `norm` down to `max_norm`."""
+    if max_norm is None:
+        return torch.full_like(norm, scale)
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0) * scale

@@ -41,14 +41,15 @@ class CapturedGraph:
 
 class Graphs:
     """A shape runs eagerly the first time, which is its warm-up, is captured the second time and replayed
-    from then on."""
+    from then on. `optional`: shapes go on eagerly where a capture fails."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, optional: bool = False) -> None:
+        self.device, self.optional = device, optional
         self.stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self.pool = torch.cuda.graph_pool_handle()
         self.seen: set[object] = set()
         self.captured: dict[object, CapturedGraph] = {}
+        self.closed = False  # no further shape is captured
 
     def run(self, compute: Compute, batch: Batch, scale: float) -> Tensor:
         """The loss of `compute`, whose batch may be of any shape."""
@@ -62,16 +63,26 @@ class Graphs:
         return loss
 
     def _run(self, compute: Compute, batch: Batch, scale: Tensor, shape: object) -> Tensor:
-        if shape not in self.captured:
-            if shape not in self.seen or len(self.captured) == MAX_GRAPHS:
-                self.seen.add(shape)
-                return compute(batch, scale)
-            self.captured[shape] = self._capture(compute, batch, scale)
-            if len(self.captured) == MAX_GRAPHS:
-                log.warning("%d batch shapes are captured; others run eagerly", MAX_GRAPHS)
-        return self.captured[shape].replay(batch, scale)
+        if shape in self.seen and shape not in self.captured and not self.closed:
+            self._capture(compute, batch, scale, shape)
+        self.seen.add(shape)
+        if shape in self.captured:
+            return self.captured[shape].replay(batch, scale)
+        return compute(batch, scale)
 
-    def _capture(self, compute: Compute, batch: Batch, scale: Tensor) -> CapturedGraph:
+    def _capture(self, compute: Compute, batch: Batch, scale: Tensor, shape: object) -> None:
+        try:
+            self.captured[shape] = self._captured(compute, batch, scale)
+        except MusterError as error:
+            if not self.optional:
+                raise
+            self.closed = True
+            log.warning("%s; the run goes on without", error)
+        if len(self.captured) == MAX_GRAPHS:
+            self.closed = True
+            log.warning("%d batch shapes are captured; others run eagerly", MAX_GRAPHS)
+
+    def _captured(self, compute: Compute, batch: Batch, scale: Tensor) -> CapturedGraph:
         tensors = {k: t.clone() for k, t in batch.tensors.items()}
         batch = Batch(ids=[], tensors=tensors, units=0, filled=0, cells=0)  # static
         scale, graph = scale.clone(), torch.cuda.CUDAGraph()

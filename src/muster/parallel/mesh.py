@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.errors import LaunchError
@@ -65,6 +66,15 @@ class Mesh:
         packed = torch.cat([packed, torch.tensor([everyone], dtype=torch.float64)])
         dist.all_reduce(packed)
         return packed.tolist()
+
+    def total(self, value: Tensor) -> Tensor:
+        """A scalar summed over the ranks that see different data, in float64 on their devices."""
+        value = value.detach().double()
+        if self.world == 1:
+            return value
+        summed = value.clone() if self.is_reporter else torch.zeros_like(value)
+        dist.all_reduce(summed)
+        return summed
 
     def gather(self, value: Any) -> list[Any]:
         """all_gather_object: the value of every rank."""

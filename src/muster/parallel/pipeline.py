@@ -117,9 +117,9 @@ class PipelineEngine(TorchEngine):
         split_loss: bool,
         sequence_parallel: bool,
     ) -> None:
-        super().__init__(parts[0], parts, optimizer, mesh.layout, split_loss=split_loss)
+        super().__init__(parts[0], parts, optimizer, mesh, split_loss=split_loss)
         assert mesh.axes is not None
-        self.mesh, self.options, self.width = mesh, options, plan.width
+        self.options, self.width = options, plan.width
         self.sequence_shards = (
             mesh.layout.tensor if sequence_parallel else 1
         )  # of the residual stream

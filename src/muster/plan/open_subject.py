@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from muster.errors import DataError
 from muster.models.configs import MnistNetConfig
 from muster.models.presets import PRESETS
+from muster.parallel.compilation import choose
 from muster.plan.subject import Subject
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
@@ -27,16 +29,17 @@ def open_subject(recipe: Recipe) -> Subject:
         data = recipe.data.model_copy(update={"train": EMBEDDED[recipe.task]})
         recipe = recipe.model_copy(update={"data": data})
     task = build_task(recipe)
-    if recipe.task == "causal-lm":
-        return Subject(recipe, task)
-    try:
-        return Subject(recipe, task, task.source("train"))
-    except DataError:
-        return Subject(recipe, task)
+    source = None
+    if recipe.task != "causal-lm":
+        with suppress(DataError):
+            source = task.source("train")
+    recipe, _ = choose(recipe, len(source) if source else None, on_gpu=True)
+    return Subject(recipe, task, source)
 
 
 def _images(recipe: Recipe) -> Subject:
     """The number of outputs is the number of classes in the data."""
+    recipe, _ = choose(recipe, None, on_gpu=True)
     try:
         task = build_task(recipe)
         return Subject(recipe, task, task.source("train"))

@@ -105,14 +105,13 @@ def step(
     batches: Sequence[Batch],
     functions: StepFunctions,
     recorder: Recorder,
-    max_norm: float | None,
 ) -> None:
     """An optimizer step without AdamW's update, which allocates and communicates nothing."""
     piped = isinstance(engine, pipeline.PipelineEngine)
     recorder.phase = "pipeline" if piped else "forward"
     engine.accumulate(batches, functions)
     recorder.phase, recorder.part = "optimizer", BUFFERS
-    engine.clip_(max_norm)
+    engine.grad_norm()
     recorder.part = "activations"
 
 

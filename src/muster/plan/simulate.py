@@ -218,7 +218,7 @@ class _Rank:
                 self.compiler = Compiler(self.recorder)
         elif training.compile:
             self.notes.append("compiled with tensor parallelism: recorded uncompiled")
-        if training.cuda_graphs:
+        if training.cuda_graphs is True:
             self.notes.append("CUDA graphs: recorded without; their memory pool is not counted")
 
     def run(self, batch: Batch, count: int) -> Simulated:
@@ -301,7 +301,7 @@ class _Rank:
             if self.replicas > 1:
                 buckets = Buckets(engine, recorder, self.recipe, self.replicas, count)
             recorder.trace = Trace()
-            step(engine, [batch] * count, functions, recorder, self.recipe.training.max_grad_norm)
+            step(engine, [batch] * count, functions, recorder)
         sent = count_messages(recorder.trace.messages)
         if buckets is not None:
             sent += buckets.sent()

@@ -125,11 +125,16 @@ class Training(Section):
         description="`full` saves only each block's input and recomputes the rest in the backward "
         "pass; `selective` also saves the results of matrix products.",
     )
-    compile: bool = free(False, description="torch.compile each block, and the loss.")
-    cuda_graphs: bool = free(
-        False,
-        description="Capture a CUDA graph for each batch shape and replay it: faster where kernel launches "
-        "limit the GPU. One GPU only; ignored on CPUs.",
+    compile: bool | Literal["auto"] = free(
+        "auto",
+        description="torch.compile each block, and the loss. `auto`: language models and Whisper on GPUs, in "
+        "runs of 200 steps or more; where compilation fails, the run goes on without.",
+    )
+    cuda_graphs: bool | Literal["auto"] = free(
+        "auto",
+        description="Capture a CUDA graph for each batch shape and replay it. `auto`: language models and "
+        "Whisper on one GPU or under DDP, if launching kernels takes the host about as long as the GPU "
+        "needs to run them. Ignored on CPUs.",
     )
     label_smoothing: Fraction = free(
         0.0, description="speech-seq2seq: label smoothing of the cross entropy."

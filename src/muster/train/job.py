@@ -39,6 +39,8 @@ class Job:
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
     profile: Profile = field(default_factory=Profile)
+    choices: dict[str, str] = field(default_factory=dict)  # what `auto` came to, and why
+    compiled: bool = False
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
 
     @property
@@ -52,7 +54,7 @@ class Job:
     @cached_property
     def functions(self) -> StepFunctions:
         """The task's functions for the engine."""
-        compiled = self.recipe.training.compile and self.mesh.layout.tensor == 1
+        compiled = self.compiled and self.mesh.layout.tensor == 1
         return StepFunctions(
             prepare=self._prepare,
             inputs=self.task.inputs,

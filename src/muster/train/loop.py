@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -16,34 +18,55 @@ from muster.data.loader import Batch
 from muster.errors import DataError
 from muster.observe.heartbeat import beat
 from muster.observe.observer import StepRecord
+from muster.parallel.gradients import clip_divisor
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.train import memory
 from muster.train.evaluate import Evaluation, evaluate
 from muster.train.job import Job
 from muster.train.optimizer import learning_rate, seed_step
 from muster.train.precision import autocast
+from muster.train.warm_up import gave_up_compiling, warm_up
 
 log = logging.getLogger(__name__)
 
 
 def train(job: Job) -> int:
-    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
+    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done.
+
+    A GPU's step is read after the next one was launched: the host never waits for a step that the device
+    has just begun.
+    """
     for part in job.engine.parts:
         part.train()
-    memory.try_costliest(job)
+    warm_up(job)
+    if job.mesh.device.type == "cuda":
+        job.observer.choices(job.choices)
     done, saving = job.start, job.recipe.checkpoint
+    late = job.mesh.device.type == "cuda" and not job.scale.dynamic
     batches = job.loader.steps(job.start, job.steps)
-    for step in range(job.start, job.steps):
-        job.profile.begin(step, job.mesh)
-        stopping = _step(job, step, batches)
-        done = step + 1
-        last = done == job.steps or stopping
-        if _due(done, job.recipe.evaluation.every_steps) and not last:
-            score(job, done, "validation")
-        if _due(done, saving.every_steps) or stopping or (last and saving.final):
-            _save(job, done)
-        if last:
-            break
+    unread: _Step | None = None
+    with _collected_between_steps():
+        for step in range(job.start, job.steps):
+            job.profile.begin(step, job.mesh)
+            profiled = step > job.start and job.profile.covers(step - 1)
+            launched = _launch(job, step, batches, None if profiled else unread)
+            if unread is not None:
+                _read(job, unread)
+            unread, done = launched, step + 1
+            last = done == job.steps or launched.stop
+            evaluates = _due(done, job.recipe.evaluation.every_steps) and not last
+            saves = _due(done, saving.every_steps) or launched.stop or (last and saving.final)
+            if last or evaluates or saves or not late:
+                _read(job, unread)
+                unread = None
+            if evaluates:
+                score(job, done, "validation")
+            if saves:
+                _save(job, done)
+            if _due(done, job.recipe.logging.every_steps):
+                gc.collect(1)
+            if last:
+                break
     job.profile.end(job.mesh)
     batches.close()  # type: ignore[attr-defined]
     job.observer.flush(job.mesh)
@@ -51,110 +74,131 @@ def train(job: Job) -> int:
     return done
 
 
+@contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """Python's garbage collector would stop one rank in the middle of a step, and the others with it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
 @dataclass
 class _Step:
-    """What one optimizer step computed on this rank, and when. Times are in seconds."""
+    """One optimizer step that was launched: its results on the device, and when its parts were reached."""
 
-    batches: list[Batch]
-    losses: list[Tensor]
-    loss: float  # the mean over the global batch
-    grad_norm: float
+    step: int  # counted from 0
+    ids: list[list[int]]  # samples of each micro-batch
+    losses: list[Tensor]  # of each micro-batch
+    results: (
+        Tensor  # on the host once `end` is reached: the mean loss of the global batch, and the norm
+    )
     lr: float
     samples: int
     amounts: dict[str, float]
+    filled: int
+    cells: int
     stop: bool  # a stop was requested
-    begin: float
-    data_wait: float
-    skew: float  # waiting for slower ranks
-    started: DeviceTimestamp
-    synced: DeviceTimestamp
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+    begin: DeviceTimestamp  # the end of the step before
+    waiting: DeviceTimestamp  # for data
+    loaded: DeviceTimestamp
+    agreed: DeviceTimestamp  # all ranks have loaded their data
+    ready: DeviceTimestamp  # this rank's gradients are computed
+    synced: DeviceTimestamp  # those of all ranks are summed
+    end: DeviceTimestamp
 
 
-def _step(job: Job, step: int, batches: Iterator[list[Batch]]) -> bool:
-    """One optimizer step over one global batch. True if a stop was requested."""
-    done = _compute(job, step, batches)
-    if done.finite:
-        with memory.oom_context(job, step, "optimizer step"):
-            job.engine.step(done.lr)
-    job.engine.zero_grad()
-    _check_finite(job, step, done)
-    _record(job, step, done)
-    job.checkpoints.check()
-    return done.stop
-
-
-def _compute(job: Job, step: int, batches: Iterator[list[Batch]]) -> _Step:
-    """The clipped gradients of one global batch, and its sums over all ranks."""
-    mesh = job.mesh
+def _launch(job: Job, step: int, batches: Iterator[list[Batch]], before: _Step | None) -> _Step:
+    """One optimizer step over one global batch. `before`: the step that ended when this one began."""
+    mesh, training = job.mesh, job.recipe.training
     beat("waiting for data", step + 1)
-    begin = time.perf_counter()
+    waiting = DeviceTimestamp(mesh.device)
     micro_batches = next(batches)
-    data_wait = time.perf_counter() - begin
+    loaded = DeviceTimestamp(mesh.device)
 
     beat("counting the batch")
-    units, _ = mesh.sum(sum(batch.units for batch in micro_batches))
-    agreed = time.perf_counter()
-    started = DeviceTimestamp(mesh.device)
-    micro_batches, losses = _accumulate(job, step, micro_batches, units)
-    synced = DeviceTimestamp(mesh.device)
-    beat("optimizer step")
-    with memory.oom_context(job, step, "optimizer step"):
-        grad_norm = job.engine.clip_(job.recipe.training.max_grad_norm, job.scale.value)
-    local = float(sum(losses))
-    waiting = time.perf_counter()
     amounts = _amounts(micro_batches)
-    total, samples, *sums, stop = mesh.sum(
-        local,
+    units, samples, *sums, stop = mesh.sum(
+        sum(batch.units for batch in micro_batches),
         sum(len(b.ids) for b in micro_batches),
         *amounts.values(),
         everyone=job.observer.stop_requested(),
     )
-    answered = time.perf_counter()
+    agreed = DeviceTimestamp(mesh.device)
+    micro_batches, losses = _accumulate(job, step, micro_batches, units)
+    synced = DeviceTimestamp(mesh.device)
+    ready = job.engine.ready() or synced
+
+    beat("optimizer step")
+    loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
+    lr = learning_rate(training, step, job.steps)
+    with memory.oom_context(job, step, "optimizer step"):
+        norm = job.engine.grad_norm(job.scale.value)
+        divisor = clip_divisor(norm, training.max_grad_norm, job.scale.value)
+        job.engine.step(lr, divisor, loss.isfinite() & norm.isfinite())
+    job.engine.zero_grad()
     return _Step(
-        micro_batches,
+        step,
+        [batch.ids for batch in micro_batches],
         losses,
-        loss=total / units,
-        grad_norm=grad_norm,
-        lr=learning_rate(job.recipe.training, step, job.steps),
+        _to_host(torch.stack([loss, norm.to(loss.device)])),
+        lr,
         samples=int(samples),
         amounts=dict(zip(amounts, sums, strict=True)),
+        filled=sum(b.filled for b in micro_batches),
+        cells=sum(b.cells for b in micro_batches),
         stop=stop > 0,
-        begin=begin,
-        data_wait=data_wait,
-        skew=(agreed - begin - data_wait) + (answered - waiting) if mesh.world > 1 else 0.0,
-        started=started,
+        begin=before.end if before else waiting,
+        waiting=waiting,
+        loaded=loaded,
+        agreed=agreed,
+        ready=ready,
         synced=synced,
+        end=DeviceTimestamp(mesh.device),
     )
 
 
-def _record(job: Job, step: int, done: _Step) -> None:
-    """The step's line in the metrics, after its optimizer has stepped."""
-    ready = job.engine.ready() or done.synced
-    exposed = max(0.0, ready.until(done.synced))
+def _read(job: Job, launched: _Step) -> None:
+    """Wait for the step's results: its line in the metrics, and what was not finite."""
+    beat("waiting for the device")
+    step_time = launched.begin.until(launched.end)
+    step, (loss, grad_norm) = launched.step, launched.results.tolist()
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    exposed = max(0.0, launched.ready.until(launched.synced))
     job.observer.step(
         StepRecord(
             step=step + 1,
             epoch=job.loader.plan.epoch_of(step),
-            loss=done.loss,
-            grad_norm=done.grad_norm,
-            lr=done.lr,
-            samples=done.samples,
-            step_time_s=time.perf_counter() - done.begin,
-            data_wait_s=done.data_wait,
-            comm_wait_s=exposed + done.skew,
-            compute_s=max(0.0, done.started.until(done.synced) - exposed),
-            filled=sum(b.filled for b in done.batches),
-            cells=sum(b.cells for b in done.batches),
-            amounts=done.amounts,
-            skipped=not done.finite,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=launched.lr,
+            samples=launched.samples,
+            step_time_s=step_time,
+            data_wait_s=launched.waiting.until(launched.loaded),
+            comm_wait_s=exposed + launched.loaded.until(launched.agreed),
+            compute_s=max(0.0, launched.agreed.until(launched.synced) - exposed),
+            filled=launched.filled,
+            cells=launched.cells,
+            amounts=launched.amounts,
+            skipped=not finite,
             profiled=job.profile.covers(step),
         ),
         job.mesh,
     )
+    _check_finite(job, launched, finite)
+    job.checkpoints.check()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, complete when the device gets there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def _accumulate(
@@ -168,15 +212,16 @@ def _accumulate(
         try:
             return batches, job.engine.accumulate(batches, functions)
         except Exception as error:
-            memory.shrink_or_raise(job, step, error)
+            if not gave_up_compiling(job, error):
+                memory.shrink_or_raise(job, step, error)
         memory.recover(job)
         batches = job.loader.micro_batches(step)
 
 
-def _check_finite(job: Job, step: int, done: _Step) -> None:
+def _check_finite(job: Job, launched: _Step, finite: bool) -> None:
     """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
-    overflow = job.scale.update(done.finite)
-    if done.finite:
+    step, overflow = launched.step, job.scale.update(finite)
+    if finite:
         job.bad_steps = 0
         return
     if overflow:
@@ -185,9 +230,9 @@ def _check_finite(job: Job, step: int, done: _Step) -> None:
     job.bad_steps += 1
     suspects = [  # ranks without the loss have none
         i
-        for b, loss in zip(done.batches, done.losses, strict=False)
+        for ids, loss in zip(launched.ids, launched.losses, strict=False)
         if not math.isfinite(loss)
-        for i in b.ids
+        for i in ids
     ]
     rows = [i for ids in job.mesh.gather(suspects) for i in ids]
     if not rows:  # finite losses, but a gradient is not

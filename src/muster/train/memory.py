@@ -3,7 +3,7 @@
 A single process halves its micro-batch and repeats the step. One of several ranks cannot: the others
 already wait for it in a collective. It writes the smaller size to a file and exits, and the
 supervisor restarts all ranks from the last checkpoint. The costliest micro-batch runs before the
-first step, so that this happens early.
+first step (`muster.train.warm_up`), so that this happens early.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from muster.errors import MemoryLimitError, MusterError
 from muster.observe.memory import budget, largest, out_of_memory, wanted
 from muster.observe.results import write_json
-from muster.parallel import state
 from muster.parallel.engine import TorchEngine
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
@@ -67,7 +65,7 @@ def shrink_or_raise(job: Job, step: int, error: Exception, *, ahead: bool = Fals
     description, smaller = _describe_oom(job, when, phase, error), _halved(job)
     if not shrinks or smaller is None:
         raise MemoryLimitError(f"{description} {_remedy(job, phase)}") from error
-    plain = isinstance(job.engine, TorchEngine) and not job.recipe.training.cuda_graphs
+    plain = isinstance(job.engine, TorchEngine) and job.engine.graphs is None
     single = job.mesh.world == 1 and plain
     note = _write_note(job, when, phase, smaller, restart=not single)
     log.warning("%s %s", description, note["words"])
@@ -84,38 +82,6 @@ def recover(job: Job) -> None:
     gc.collect()
     if job.mesh.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def try_costliest(job: Job) -> None:
-    """Compute the gradients of the costliest micro-batch and discard them, so that out of memory shows
-    now. Weights, buffers, random state and the position in the data do not change.
-
-    On CPUs this is needed only in a resumed run: DDP rebuilds its buckets after its first backward
-    pass, and with other buckets three ranks or more sum in another order.
-    """
-    on_gpu, engine = job.mesh.device.type == "cuda", job.engine
-    ddp = isinstance(engine, TorchEngine) and isinstance(engine.module, DistributedDataParallel)
-    needed = on_gpu or job.recipe.training.on_oom == "shrink" or (ddp and job.start > 0)
-    if job.start == job.steps or not needed:
-        return
-    if isinstance(engine, TorchEngine):
-        state.init_optimizer_state(engine.optimizer)  # as in every step but the first
-    kept = [(b, b.clone()) for part in job.engine.parts for b in part.buffers()]
-    step, done = job.loader.costliest(job.start, job.steps), False
-    while not done:
-        batches = job.loader.micro_batches(step)
-        if job.mesh.layout.pipeline == 1:
-            batches = [max(batches, key=lambda batch: batch.cells)]
-        units = max(1, sum(batch.units for batch in batches))
-        try:
-            engine.accumulate(batches, replace(job.functions, scale=1 / units))
-            done = True
-        except Exception as error:
-            shrink_or_raise(job, step, error, ahead=True)
-        recover(job)
-    with torch.no_grad():
-        for buffer, before in kept:
-            buffer.copy_(before)
 
 
 def shrunk_sizes(sizes: BatchSizes, mesh: Mesh, folder: Path, microbatches: int = 1) -> BatchSizes:

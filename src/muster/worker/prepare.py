@@ -20,6 +20,7 @@ from muster.hardware.environment import data_workers
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
+from muster.parallel import compilation
 from muster.parallel.apply import apply
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
@@ -49,6 +50,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     precision = shared_precision(recipe.training.precision, mesh)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
+    recipe, compiled = _choose_compilation(recipe, len(source), mesh)
     decision = decide(recipe, task, source, mesh, precision)
     mesh = mesh.with_layout(decision.layout)
     pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
@@ -92,8 +94,22 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         start=resumed.step,
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
+        choices={"compile": compiled},
+        compiled=bool(recipe.training.compile),
         profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
     )
+
+
+def _choose_compilation(recipe: Recipe, samples: int, mesh: Mesh) -> tuple[Recipe, str]:
+    """Of several ranks all compile, or none: a rank that cannot would leave the others waiting for it."""
+    recipe, reason = compilation.choose(recipe, samples, on_gpu=mesh.device.type == "cuda")
+    if recipe.training.compile != "auto" or mesh.world == 1:
+        return recipe, reason
+    errors = mesh.gather(compilation.compiler_error(mesh.device))
+    for rank, error in enumerate(errors):
+        if error:
+            return compilation.uncompiled(recipe), f"no: rank {rank} cannot compile ({error})"
+    return recipe, reason
 
 
 def open_data(

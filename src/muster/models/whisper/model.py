@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muster.models.attention import Cache
+from muster.models.attention import Cache, project_jointly
 from muster.models.configs import WhisperConfig
 from muster.models.decoder import Part, TiedHead
+from muster.models.gpu_kernels import residual_stream
 from muster.models.plan import ParallelPlan
 from muster.models.weights import FreshWeights, Region
 from muster.models.whisper.plan import parallel_plan
@@ -54,23 +55,26 @@ class WhisperAttention(nn.Module):
     ) -> Tensor:
         """x [batch, time, width] attends to itself, or to `encoded` [batch, source, width]. The
         number of heads is read off the projections: a rank may hold some of them."""
-        q = self._heads(self.q_proj(x))
-        if cache is not None and encoded is not None and self.layer in cache.encoded:
-            k, v = cache.encoded[self.layer]
-        else:
-            source = x if encoded is None else encoded
-            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
-            if cache is not None and encoded is not None:
-                cache.encoded[self.layer] = (k, v)
-            elif cache is not None:
+        if encoded is None:
+            q, k, v = self._project(x, self.q_proj, self.k_proj, self.v_proj)
+            if cache is not None:
                 k, v = cache.append(self.layer, k, v)
+        elif cache is not None and self.layer in cache.encoded:
+            (q,), (k, v) = self._project(x, self.q_proj), cache.encoded[self.layer]
+        else:
+            (q,) = self._project(x, self.q_proj)
+            k, v = self._project(encoded, self.k_proj, self.v_proj)
+            if cache is not None:
+                cache.encoded[self.layer] = (k, v)
         if cache is not None:  # one new token sees all that came before it
             causal = causal and q.shape[2] > 1
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+    def _project(self, x: Tensor, *layers: nn.Module) -> list[Tensor]:
+        """[batch, heads, time, size] of each layer."""
+        size = self.head_size
+        return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in project_jointly(x, layers)]
 
 
 class WhisperEncoderLayer(nn.Module):
@@ -150,7 +154,7 @@ class WhisperEncoder(nn.Module):
             raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
         x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
         x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
-        return drop(self, x)
+        return drop(self, residual_stream(x))
 
 
 class WhisperDecoder(nn.Module):
@@ -179,7 +183,8 @@ class WhisperDecoder(nn.Module):
 
     def _embed(self, tokens: Tensor, past: int) -> Tensor:
         positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        return drop(self, self.embed_tokens(tokens) + self.embed_positions(positions))
+        x = self.embed_tokens(tokens) + self.embed_positions(positions)
+        return drop(self, residual_stream(x))
 
 
 class Whisper(nn.Module):

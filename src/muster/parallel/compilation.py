@@ -1,0 +1,68 @@
+"""torch.compile: what is compiled, and when `training.compile: auto` does so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from muster.recipe.schema import Recipe
+
+WORTH = 200  # optimizer steps that win back the seconds which a first compilation takes
+TASKS = ("causal-lm", "speech-seq2seq")  # whose models were measured to gain
+
+
+def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe, str]:
+    """`training.compile: auto` becomes false where it does not pay. Elsewhere it stays `auto`: the model is
+    compiled, and runs uncompiled should that fail. Also returns the answer and the reason in words.
+    The whole run counts, so that a resumed one chooses the same. `samples`: None if not known."""
+    asked, steps = recipe.training.compile, _steps(recipe, samples)
+    if asked != "auto":
+        return recipe, f"{'yes' if asked else 'no'}: the recipe says so"
+    if not on_gpu:
+        reason = "it gains little on a CPU"
+    elif recipe.task not in TASKS:
+        reason = f"it gains little in a model of {recipe.task}"
+    elif steps is not None and steps < WORTH:
+        reason = f"a run of {steps} steps is over before it pays; it takes {WORTH}"
+    else:
+        return recipe, "yes: it pays in a run of this length"
+    return uncompiled(recipe), f"no: {reason}"
+
+
+def uncompiled(recipe: Recipe) -> Recipe:
+    training = recipe.training.model_copy(update={"compile": False})
+    return recipe.model_copy(update={"training": training})
+
+
+def _steps(recipe: Recipe, samples: int | None) -> int | None:
+    training = recipe.training
+    if training.steps is not None or samples is None:
+        return training.steps
+    return (training.epochs or 1) * (samples // training.global_batch_size)
+
+
+def compile_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]
+) -> list[nn.Module]:
+    """The modules that were compiled. Blocks of one class share a compiled graph."""
+    torch.compiler.set_stance("default")
+    compiled = [*blocks, *(m for name, m in model.named_modules() if name in others)]
+    for module in compiled:
+        module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
+    return compiled
+
+
+def run_uncompiled() -> None:
+    """Whatever is compiled in this process runs as it is written from now on."""
+    torch.compiler.set_stance("force_eager")
+
+
+def compiler_error(device: torch.device) -> str | None:
+    """Why nothing can be compiled here, such as a missing C compiler."""
+    try:
+        torch.compile(torch.sin)(torch.ones(64, device=device))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None

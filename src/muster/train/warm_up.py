@@ -1,0 +1,138 @@
+"""Before the first step: the costliest micro-batch is tried, and `auto` settings that a run can only
+measure are decided.
+
+`training.compile: auto` is given up where compilation fails, and `training.cuda_graphs: auto` is
+taken where launching kernels takes the host longer than running them takes the GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from muster.data.loader import Batch
+from muster.errors import MusterError
+from muster.observe.memory import out_of_memory
+from muster.parallel import compilation, state
+from muster.parallel.conflicts import no_graphs
+from muster.parallel.engine import TorchEngine
+from muster.parallel.graphs import Graphs
+from muster.parallel.timestamps import DeviceTimestamp
+from muster.train import memory
+from muster.train.job import Job
+
+log = logging.getLogger(__name__)
+
+LAUNCH_BOUND = 0.8  # of a micro-batch's time on the device: then its kernels wait for the host
+GRAPH_MEMORY = 0.45  # of the GPU: graphs keep a second set of activations
+
+
+def warm_up(job: Job) -> None:
+    """Compute the gradients of the costliest micro-batch and discard them, so that out of memory, and a
+    failure of compilation, show now. Weights, buffers, random state and the position in the data do not
+    change.
+
+    On CPUs this is needed only in a resumed run: DDP rebuilds its buckets after its first backward
+    pass, and with other buckets three ranks or more sum in another order.
+    """
+    on_gpu, engine = job.mesh.device.type == "cuda", job.engine
+    ddp = isinstance(engine, TorchEngine) and isinstance(engine.module, DistributedDataParallel)
+    needed = on_gpu or job.recipe.training.on_oom == "shrink" or (ddp and job.start > 0)
+    if job.start == job.steps or not needed:
+        return
+    if isinstance(engine, TorchEngine):
+        state.init_optimizer_state(engine.optimizer)  # as in every step but the first
+    kept = [(b, b.clone()) for part in engine.parts for b in part.buffers()]
+    batches = _try_costliest(job)
+    if on_gpu and isinstance(engine, TorchEngine):
+        _choose_graphs(job, engine, batches)
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
+
+
+def _try_costliest(job: Job) -> Sequence[Batch]:
+    """The micro-batches that fitted."""
+    step = job.loader.costliest(job.start, job.steps)
+    while True:
+        batches = job.loader.micro_batches(step)
+        if job.mesh.layout.pipeline == 1:
+            batches = [max(batches, key=lambda batch: batch.cells)]
+        try:
+            _gradients(job, batches)
+            return batches
+        except Exception as error:
+            if not gave_up_compiling(job, error, first=True):
+                memory.shrink_or_raise(job, step, error, ahead=True)
+        finally:
+            memory.recover(job)
+
+
+def gave_up_compiling(job: Job, error: Exception, *, first: bool = False) -> bool:
+    """Whether what ended with `error` shall be repeated, uncompiled from now on. When a model runs for the
+    `first` time, anything but out of memory may be the compiler's fault."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    if not job.compiled or job.recipe.training.compile != "auto":
+        return False
+    suspect = isinstance(error, TorchDynamoException) or first
+    if not suspect or out_of_memory(error) or isinstance(error, MusterError):
+        return False
+    job.compiled = False
+    compilation.run_uncompiled()
+    reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    job.choices["compile"] = f"no: it failed ({reason})"
+    log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
+    return True
+
+
+def _gradients(job: Job, batches: Sequence[Batch]) -> None:
+    units = max(1, sum(batch.units for batch in batches))
+    job.engine.accumulate(batches, replace(job.functions, scale=1 / units))
+
+
+def _choose_graphs(job: Job, engine: TorchEngine, batches: Sequence[Batch]) -> None:
+    asked, device = job.recipe.training.cuda_graphs, job.mesh.device
+    if not asked:
+        used, reason = False, "the recipe says so"
+    elif asked == "auto":
+        used, reason = _graphs_pay(job, batches)
+    else:
+        used, reason = True, "the recipe says so"
+    job.choices["cuda_graphs"] = f"{'yes' if used else 'no'}: {reason}"
+    if used:
+        engine.graphs = Graphs(device, optional=asked == "auto")
+
+
+def _graphs_pay(job: Job, batches: Sequence[Batch]) -> tuple[bool, str]:
+    """The same on all ranks."""
+    if problem := no_graphs(job.recipe, job.mesh.layout):
+        return False, problem
+    host, device = _launch_times(job, batches)
+    found = job.mesh.gather((host / device, _memory_share(job)))
+    share, memory_share = (max(values) for values in zip(*found, strict=True))
+    reason = f"the host takes {min(share, 1):.0%} of a micro-batch's time to launch it"
+    if share >= LAUNCH_BOUND and memory_share > GRAPH_MEMORY:
+        return False, f"{reason}, but {memory_share:.0%} of the memory is in use"
+    return share >= LAUNCH_BOUND, reason
+
+
+def _launch_times(job: Job, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Seconds until the host has launched a micro-batch, and until the device has computed it."""
+    torch.cuda.synchronize(job.mesh.device)
+    begin, device = time.perf_counter(), DeviceTimestamp(job.mesh.device)
+    _gradients(job, batches)
+    host, end = time.perf_counter() - begin, DeviceTimestamp(job.mesh.device)
+    seconds = device.until(end)
+    memory.recover(job)
+    return host, seconds
+
+
+def _memory_share(job: Job) -> float:
+    total = torch.cuda.get_device_properties(job.mesh.device).total_memory
+    return torch.cuda.max_memory_allocated(job.mesh.device) * job.mesh.ranks_per_gpu / total
