@@ -125,9 +125,17 @@ class Loader:
     def costliest(self, start: int, stop: int) -> int:
         """Of steps `start` … `stop - 1`, as far as they are in one epoch, the one with the longest
         sample, to which its batch is padded."""
+        return self._by_cost(start, stop)[-1]
+
+    def average(self, start: int, stop: int) -> int:
+        """Of the same steps, the one in the middle."""
+        steps = self._by_cost(start, stop)
+        return steps[len(steps) // 2]
+
+    def _by_cost(self, start: int, stop: int) -> list[int]:
         end = (self.plan.epoch_of(start) + 1) * self.plan.steps_per_epoch
         lengths, batch = self.plan.lengths, self.plan.batch
-        return max(range(start, min(stop, end)), key=lambda step: float(lengths[batch(step)].max()))
+        return sorted(range(start, min(stop, end)), key=lambda step: lengths[batch(step)].max())
 
     def steps(self, start: int, stop: int) -> Iterator[list[Batch]]:
         """The micro-batches of steps `start` … `stop - 1`, prefetched."""

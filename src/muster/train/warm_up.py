@@ -48,29 +48,28 @@ def warm_up(job: Job) -> None:
     if isinstance(engine, TorchEngine):
         state.init_optimizer_state(engine.optimizer)  # as in every step but the first
     kept = [(b, b.clone()) for part in engine.parts for b in part.buffers()]
-    batches = _try_costliest(job)
+    _try_costliest(job)
     if on_gpu and isinstance(engine, TorchEngine):
-        _choose_graphs(job, engine, batches)
+        _choose_graphs(job, engine)
     with torch.no_grad():
         for buffer, before in kept:
             buffer.copy_(before)
 
 
-def _try_costliest(job: Job) -> Sequence[Batch]:
-    """The micro-batches that fitted."""
-    step = job.loader.costliest(job.start, job.steps)
-    while True:
+def _try_costliest(job: Job) -> None:
+    """Until it fits."""
+    step, done = job.loader.costliest(job.start, job.steps), False
+    while not done:
         batches = job.loader.micro_batches(step)
         if job.mesh.layout.pipeline == 1:
             batches = [max(batches, key=lambda batch: batch.cells)]
         try:
             _gradients(job, batches)
-            return batches
+            done = True
         except Exception as error:
             if not gave_up_compiling(job, error, first=True):
                 memory.shrink_or_raise(job, step, error, ahead=True)
-        finally:
-            memory.recover(job)
+        memory.recover(job)
 
 
 def gave_up_compiling(job: Job, error: Exception, *, first: bool = False) -> bool:
@@ -96,12 +95,12 @@ def _gradients(job: Job, batches: Sequence[Batch]) -> None:
     job.engine.accumulate(batches, replace(job.functions, scale=1 / units))
 
 
-def _choose_graphs(job: Job, engine: TorchEngine, batches: Sequence[Batch]) -> None:
+def _choose_graphs(job: Job, engine: TorchEngine) -> None:
     asked, device = job.recipe.training.cuda_graphs, job.mesh.device
     if not asked:
         used, reason = False, "the recipe says so"
     elif asked == "auto":
-        used, reason = _graphs_pay(job, batches)
+        used, reason = _graphs_pay(job)
     else:
         used, reason = True, "the recipe says so"
     job.choices["cuda_graphs"] = f"{'yes' if used else 'no'}: {reason}"
@@ -109,11 +108,11 @@ def _choose_graphs(job: Job, engine: TorchEngine, batches: Sequence[Batch]) -> N
         engine.graphs = Graphs(device, optional=asked == "auto")
 
 
-def _graphs_pay(job: Job, batches: Sequence[Batch]) -> tuple[bool, str]:
+def _graphs_pay(job: Job) -> tuple[bool, str]:
     """The same on all ranks."""
     if problem := no_graphs(job.recipe, job.mesh.layout):
         return False, problem
-    host, device = _launch_times(job, batches)
+    host, device = _launch_times(job)
     found = job.mesh.gather((host / device, _memory_share(job)))
     share, memory_share = (max(values) for values in zip(*found, strict=True))
     reason = f"the host takes {min(share, 1):.0%} of a micro-batch's time to launch it"
@@ -122,8 +121,10 @@ def _graphs_pay(job: Job, batches: Sequence[Batch]) -> tuple[bool, str]:
     return share >= LAUNCH_BOUND, reason
 
 
-def _launch_times(job: Job, batches: Sequence[Batch]) -> tuple[float, float]:
-    """Seconds until the host has launched a micro-batch, and until the device has computed it."""
+def _launch_times(job: Job) -> tuple[float, float]:
+    """Seconds until the host has launched an average micro-batch, and until the device has computed it."""
+    batches = job.loader.micro_batches(job.loader.average(job.start, job.steps))[:1]
+    _gradients(job, batches)  # its shape may be new, and is compiled
     torch.cuda.synchronize(job.mesh.device)
     begin, device = time.perf_counter(), DeviceTimestamp(job.mesh.device)
     _gradients(job, batches)
