@@ -25,7 +25,13 @@ SMALL = [
     "evaluation.final=false",
     "logging.every_steps=4",
 ]
-PHASES = {"waiting for data", "counting the batch", "forward and backward", "optimizer step"}
+PHASES = {
+    "waiting for data",
+    "counting the batch",
+    "forward and backward",
+    "optimizer step",
+    "waiting for the device",
+}
 
 
 def load_trace(folder: Path, rank: int) -> dict:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from muster.observe.results import read_lines
+from muster.train import loop
 from muster.train.loop import train
 from pool import RankError
 from training import make_job, weights
@@ -17,8 +20,16 @@ from training import make_job, weights
 LIMIT = 3
 
 
+@contextmanager
+def reading(late: bool) -> Iterator[None]:
+    """A step's results are read after the next step, as on a GPU, or at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_reads_late", lambda job: late)
+        yield
+
+
 def poisoned(
-    mesh, folder: str, rank: int, steps: list[int], overrides: list[str]
+    mesh, folder: str, rank: int, steps: list[int], overrides: list[str], late: bool = False
 ) -> dict[str, Any]:
     """Train six steps; on `rank` the loss is not a number in `steps` (counted from 1)."""
     job = make_job(
@@ -32,13 +43,15 @@ def poisoned(
 
     job.task.loss = loss
     before = weights(job).clone()
-    train(job)
+    with reading(late):
+        train(job)
     job.observer.close()
     return {"before": before, "after": weights(job)}
 
 
-def test_a_nan_on_one_rank_is_skipped_by_all_and_counted(ranks, tmp_path):
-    results = ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 5], [])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_nan_on_one_rank_is_skipped_by_all_and_counted(ranks, tmp_path, late):
+    results = ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 5], [], late)
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines if line.get("skipped")] == [2, 3, 5]
     assert all(math.isfinite(line["loss"]) for line in lines if not line.get("skipped"))
@@ -51,9 +64,10 @@ def test_a_skipped_step_leaves_the_weights_alone(ranks, tmp_path):
     assert torch.equal(results[0]["before"], results[0]["after"])
 
 
-def test_too_many_bad_steps_in_a_row_end_the_run_with_the_rows_named(ranks, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_too_many_bad_steps_in_a_row_end_the_run_with_the_rows_named(ranks, tmp_path, late):
     with pytest.raises(RankError) as failure:
-        ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 4], [])
+        ranks(2)(poisoned, str(tmp_path), 1, [2, 3, 4], [], late)
     assert failure.value.kind == "DataError"
     assert "step 4" in failure.value.message
     assert ".parquet row" in failure.value.message
@@ -89,6 +103,27 @@ def train_until_stopped(mesh, folder: str) -> int:
     done = train(job)
     job.observer.close()
     return done
+
+
+def course(mesh, folder: str, late: bool) -> tuple[list[Any], list[str], torch.Tensor]:
+    """Lines and events without their times, and the weights, of a run that scores and saves midway."""
+    words = ["training.steps=6", "evaluation.every_steps=4", "checkpoint.every_steps=3"]
+    job = make_job(mesh, folder, words)
+    with reading(late):
+        train(job)
+    job.observer.close()
+    lines = read_lines(Path(folder) / "metrics.jsonl")
+    kept = [{k: line[k] for k in ("step", "loss", "grad_norm", "lr", "samples")} for line in lines]
+    events = [f"{e['event']} {e.get('step')}" for e in read_lines(Path(folder) / "events.jsonl")]
+    return kept, events, weights(job)
+
+
+def test_results_that_are_read_late_are_the_same(ranks, tmp_path):
+    (at_once,) = ranks(1)(course, str(tmp_path / "at once"), False)
+    (late,) = ranks(1)(course, str(tmp_path / "late"), True)
+    assert [line["step"] for line in late[0]] == [1, 2, 3, 4, 5, 6]
+    assert late[:2] == at_once[:2]
+    assert torch.equal(late[2], at_once[2])
 
 
 def losses_in(mesh, folder: str, precision: str) -> list[float]:

@@ -52,7 +52,7 @@ def apply(
             tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options, stage=stage)
         blocks = find_blocks(part, plan.blocks, "model.preset", stage=stage)
         checkpoint_activations(blocks, recipe.training.activation_checkpointing)
-        if recipe.training.compile:
+        if recipe.training.compile is True:
             compile_blocks(part, blocks, plan.compiled if layout.tensor == 1 else ())
         if sharded:
             fsdp.shard(part, mesh, plan, options.fsdp, precision)

@@ -14,9 +14,8 @@ TASKS = ("causal-lm", "speech-seq2seq")  # whose models were measured to gain
 
 
 def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe, str]:
-    """`training.compile: auto` becomes false where it does not pay. Elsewhere it stays `auto`: the model is
-    compiled, and runs uncompiled should that fail. Also returns the answer and the reason in words.
-    The whole run counts, so that a resumed one chooses the same. `samples`: None if not known."""
+    """The recipe with `training.compile: auto` as true or false, and the reason in words. The whole run
+    counts, so that a resumed one chooses the same. `samples`: in an epoch, None if not known."""
     asked, steps = recipe.training.compile, _steps(recipe, samples)
     if asked != "auto":
         return recipe, f"{'yes' if asked else 'no'}: the recipe says so"
@@ -27,12 +26,12 @@ def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe
     elif steps is not None and steps < WORTH:
         reason = f"a run of {steps} steps is over before it pays; it takes {WORTH}"
     else:
-        return recipe, "yes: it pays in a run of this length"
-    return uncompiled(recipe), f"no: {reason}"
+        return with_compile(recipe, True), "yes: it pays in a run of this length"
+    return with_compile(recipe, False), f"no: {reason}"
 
 
-def uncompiled(recipe: Recipe) -> Recipe:
-    training = recipe.training.model_copy(update={"compile": False})
+def with_compile(recipe: Recipe, compiled: bool) -> Recipe:
+    training = recipe.training.model_copy(update={"compile": compiled})
     return recipe.model_copy(update={"training": training})
 
 
@@ -64,5 +63,11 @@ def compiler_error(device: torch.device) -> str | None:
     try:
         torch.compile(torch.sin)(torch.ones(64, device=device))
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return in_short(error)
     return None
+
+
+def in_short(error: Exception) -> str:
+    """Its class and first two lines: the first of a compiler's error may only say which compiler."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2])}"

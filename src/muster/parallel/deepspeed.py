@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.data.loader import Batch, Inputs
-from muster.errors import MusterError, RecipeError
+from muster.errors import MusterError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
@@ -67,7 +67,9 @@ def apply(
     plan: ParallelPlan = model.plan  # type: ignore[assignment]
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
-    compiled = compile_blocks(model, blocks, plan.compiled) if recipe.training.compile else []
+    compiled = (
+        compile_blocks(model, blocks, plan.compiled) if recipe.training.compile is True else []
+    )
     if partitioned:
         assert weights is not None
         _fill_partitions(model, weights, mesh)
@@ -78,11 +80,7 @@ def apply(
             library().zero.register_external_parameter(module, parameter)
     engine = ZeroEngine(model, mesh, config, make_optimizer)
     if mesh.layout.zero < 3 and mesh.device.type == "cuda" and (found := misaligned(compiled)):
-        if recipe.training.compile != "auto":
-            raise RecipeError(
-                f"training.compile: {found}; set training.compile=false, or choose zero3 or fsdp"
-            )
-        log.warning("training.compile: %s, so the run goes on uncompiled", found)
+        log.warning("training.compile: %s; the run goes on uncompiled", found)
         run_uncompiled()
     return engine
 

@@ -125,7 +125,7 @@ def _fits_one_device(planner: Planner) -> tuple[bool, str]:
         rows=1,
         accumulation=2,  # gradients are kept during the next micro-batch
         checkpointing=training.activation_checkpointing,
-        compiled=bool(training.compile),
+        compiled=training.compile is True,
     )
     (stage,) = planner.stages(choice.layout)
     least = sum(static_memory(choice, stage).values()) / GIB

@@ -252,7 +252,7 @@ class _Search:
             self.planner.precision,
             rows=1,
             offload=self.planner.offload(layout),
-            compiled=bool(training.compile),
+            compiled=training.compile is True,
             reduce_each=options.fsdp.reduce_each_micro_batch,
             schedule=options.pipeline_options.schedule,
             keep_gathered=options.fsdp.sharding == "shard_grad_op",

@@ -211,12 +211,12 @@ class _Rank:
         training, layout = self.recipe.training, self.layout
         self.replicas = layout.world if layout.only_replicas else 1
         self.compiler: Compiler | None = None
-        if training.compile and layout.tensor == 1:
+        if training.compile is True and layout.tensor == 1:
             if training.activation_checkpointing == "selective":
                 self.notes.append("compiled with selective checkpointing: recorded uncompiled")
             else:
                 self.compiler = Compiler(self.recorder)
-        elif training.compile:
+        elif training.compile is True:
             self.notes.append("compiled with tensor parallelism: recorded uncompiled")
         if training.cuda_graphs is True:
             self.notes.append("CUDA graphs: recorded without; their memory pool is not counted")
@@ -270,7 +270,7 @@ class _Rank:
             self._fill,
         )
         assert isinstance(engine, TorchEngine)
-        if self.recipe.training.compile:
+        if self.recipe.training.compile is True:
             for part in engine.parts:
                 self._compile(part)
         return engine

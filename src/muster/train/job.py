@@ -41,6 +41,7 @@ class Job:
     profile: Profile = field(default_factory=Profile)
     choices: dict[str, str] = field(default_factory=dict)  # what `auto` came to, and why
     compiled: bool = False
+    compilation_optional: bool = False  # the run goes on without, should it fail
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
 
     @property

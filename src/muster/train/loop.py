@@ -31,18 +31,13 @@ log = logging.getLogger(__name__)
 
 
 def train(job: Job) -> int:
-    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done.
-
-    A GPU's step is read after the next one was launched: the host never waits for a step that the device
-    has just begun.
-    """
+    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
     for part in job.engine.parts:
         part.train()
     warm_up(job)
     if job.mesh.device.type == "cuda":
         job.observer.choices(job.choices)
-    done, saving = job.start, job.recipe.checkpoint
-    late = job.mesh.device.type == "cuda" and not job.scale.dynamic
+    done, saving, late = job.start, job.recipe.checkpoint, _reads_late(job)
     batches = job.loader.steps(job.start, job.steps)
     unread: _Step | None = None
     with _collected_between_steps():
@@ -74,6 +69,12 @@ def train(job: Job) -> int:
     return done
 
 
+def _reads_late(job: Job) -> bool:
+    """Whether a step's results are read after the next step was launched, so that a GPU always has work
+    queued. The loss scale of float16 depends on the step before."""
+    return job.mesh.device.type == "cuda" and not job.scale.dynamic
+
+
 @contextmanager
 def _collected_between_steps() -> Iterator[None]:
     """Python's garbage collector would stop one rank in the middle of a step, and the others with it."""
@@ -94,9 +95,7 @@ class _Step:
     step: int  # counted from 0
     ids: list[list[int]]  # samples of each micro-batch
     losses: list[Tensor]  # of each micro-batch
-    results: (
-        Tensor  # on the host once `end` is reached: the mean loss of the global batch, and the norm
-    )
+    results: Tensor  # mean loss of the global batch and gradient norm: on the host, once at `end`
     lr: float
     samples: int
     amounts: dict[str, float]

@@ -77,14 +77,14 @@ def gave_up_compiling(job: Job, error: Exception, *, first: bool = False) -> boo
     `first` time, anything but out of memory may be the compiler's fault."""
     from torch._dynamo.exc import TorchDynamoException
 
-    if not job.compiled or job.recipe.training.compile != "auto":
+    if not (job.compiled and job.compilation_optional):
         return False
     suspect = isinstance(error, TorchDynamoException) or first
     if not suspect or out_of_memory(error) or isinstance(error, MusterError):
         return False
     job.compiled = False
     compilation.run_uncompiled()
-    reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+    reason = compilation.in_short(error)
     job.choices["compile"] = f"no: it failed ({reason})"
     log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
     return True

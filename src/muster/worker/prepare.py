@@ -50,6 +50,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     precision = shared_precision(recipe.training.precision, mesh)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
+    optional = recipe.training.compile == "auto"
     recipe, compiled = _choose_compilation(recipe, len(source), mesh)
     decision = decide(recipe, task, source, mesh, precision)
     mesh = mesh.with_layout(decision.layout)
@@ -95,21 +96,23 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
         choices={"compile": compiled},
-        compiled=bool(recipe.training.compile),
+        compiled=recipe.training.compile is True,
+        compilation_optional=optional,
         profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
     )
 
 
 def _choose_compilation(recipe: Recipe, samples: int, mesh: Mesh) -> tuple[Recipe, str]:
     """Of several ranks all compile, or none: a rank that cannot would leave the others waiting for it."""
-    recipe, reason = compilation.choose(recipe, samples, on_gpu=mesh.device.type == "cuda")
-    if recipe.training.compile != "auto" or mesh.world == 1:
-        return recipe, reason
+    chosen, reason = compilation.choose(recipe, samples, on_gpu=mesh.device.type == "cuda")
+    if recipe.training.compile != "auto" or chosen.training.compile is False or mesh.world == 1:
+        return chosen, reason
     errors = mesh.gather(compilation.compiler_error(mesh.device))
     for rank, error in enumerate(errors):
         if error:
-            return compilation.uncompiled(recipe), f"no: rank {rank} cannot compile ({error})"
-    return recipe, reason
+            reason = f"no: rank {rank} cannot compile ({error})"
+            return compilation.with_compile(recipe, False), reason
+    return chosen, reason
 
 
 def open_data(

@@ -1,0 +1,132 @@
+"""What `auto` settles on before the first step, and that a failure of it loses nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from muster.observe.results import read_lines
+from muster.parallel import compilation
+from muster.parallel.compilation import with_compile
+from muster.recipe.load import load
+from muster.train.loop import train
+from training import make_job
+
+
+def cannot_compile(graph: Any, inputs: Any) -> Any:
+    raise RuntimeError("no compiler here")
+
+
+def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
+    """What became of compilation, and the losses. Where it is chosen, every graph fails to compile."""
+    with pytest.MonkeyPatch.context() as patch:
+        if compiled:
+            patch.setattr(
+                compilation, "choose", lambda recipe, *_, **__: (with_compile(recipe, True), "")
+            )
+            patch.setattr(torch, "compile", partial(torch.compile, backend=cannot_compile))
+        job = make_job(
+            mesh, folder, ["training.steps=3", "training.global_batch_size=4"], "gpt-micro"
+        )
+        train(job)
+    job.observer.close()
+    return job.choices["compile"], [x["loss"] for x in read_lines(Path(folder) / "metrics.jsonl")]
+
+
+def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
+    ((plain, expected),) = ranks(1)(course, str(tmp_path / "plain"), False)
+    ((reason, losses),) = ranks(1)(course, str(tmp_path / "broken"), True)
+    assert plain == "no: it gains little on a CPU"
+    assert reason.startswith("no: it failed (BackendCompilerFailed: ")
+    assert "no compiler here" in reason
+    assert losses == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "samples", "on_gpu", "answer", "reason"),
+    [
+        ("gpt2", [], None, True, True, "yes: it pays"),
+        ("gpt2", [], None, False, False, "no: it gains little on a CPU"),
+        ("gpt2", ["training.steps=100"], None, True, False, "no: a run of 100 steps is over"),
+        ("gpt2", ["training.steps=100", "training.compile=true"], None, True, True, "yes: the"),
+        ("gpt2", ["training.compile=false"], None, True, False, "no: the recipe says so"),
+        (
+            "gpt2",
+            ["training.steps=null", "training.epochs=2"],
+            51_200,
+            True,
+            "auto",
+            "yes: it pays",
+        ),
+        (
+            "gpt2",
+            ["training.steps=null", "training.epochs=2"],
+            51_199,
+            True,
+            False,
+            "no: a run of 198",
+        ),
+        ("gpt2", ["training.steps=null", "training.epochs=2"], None, True, True, "yes: it pays"),
+        ("speech", [], 100, True, False, "no: it gains little in a model of speech-ctc"),
+    ],
+)
+def test_compilation_is_chosen_where_it_pays(recipe, words, samples, on_gpu, answer, reason):
+    chosen, said = compilation.choose(load(recipe, words), samples, on_gpu=on_gpu)
+    assert chosen.training.compile == answer
+    assert said.startswith(reason)
+
+
+@pytest.mark.gpu
+def test_graphs_are_taken_where_kernels_wait_for_the_host(ranks, tmp_path):
+    """A micro model's do; a wider one's keep the GPU busy."""
+    words = ["training.steps=4", "training.global_batch_size=8"]
+    wide = ["model.preset=gpt2", "data.sequence_length=1024", "training.global_batch_size=32"]
+    ((small, captured),) = ranks(1)(graphs, str(tmp_path / "small"), words)
+    ((large, plain),) = ranks(1)(graphs, str(tmp_path / "large"), [*words, *wide])
+    assert small.startswith("yes: the host takes ")
+    assert captured == 1
+    assert large.startswith("no: the host takes ")
+    assert plain is None
+
+
+def graphs(mesh, folder: str, words: list[str]) -> tuple[str, int | None]:
+    job = make_job(mesh, folder, words, "gpt-micro")
+    train(job)
+    job.observer.close()
+    found = job.engine.graphs  # type: ignore[attr-defined]
+    return job.choices["cuda_graphs"], found and len(found.captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("broken", [False, True])
+def test_replicas_replay_the_course_of_plain_ones(ranks, tmp_path, broken):
+    """Two ranks under DDP; where a capture fails, they go on without."""
+    plain = ranks(2)(replicas, str(tmp_path / "plain"), "false", False)
+    replayed = ranks(2)(replicas, str(tmp_path / "graphs"), "auto", broken)
+    assert [captured for _, captured in replayed] == [0 if broken else 1] * 2
+    for (losses, _), (expected, _) in zip(replayed, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=2e-4)
+
+
+def replicas(mesh, folder: str, asked: str, broken: bool) -> tuple[list[float], int]:
+    words = ["training.steps=6", "training.global_batch_size=8", "training.precision=fp32"]
+    words += ["distributed.strategy=ddp", f"training.cuda_graphs={asked}"]
+    job = make_job(mesh, folder, words, "gpt-micro")
+    if broken:
+        right = job.task.loss
+        job.task.loss = lambda output, batch: _synchronized(right(output, batch))
+    train(job)
+    job.observer.close()
+    mesh.barrier()
+    found = job.engine.graphs  # type: ignore[attr-defined]
+    losses = [x["loss"] for x in read_lines(Path(folder) / "metrics.jsonl")]
+    return losses, len(found.captured) if found else 0
+
+
+def _synchronized(loss: torch.Tensor) -> torch.Tensor:
+    """Reading a value waits for the device, which no graph can contain."""
+    return loss * float(loss.isfinite())
