@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.parallel.layout import Layout, strategy_name
-from muster.parallel.pipeline import stages_per_rank
+from muster.parallel.stages import stages_per_rank
 from muster.plan.compiled import Compiler
 from muster.plan.kernels import Speeds
 from muster.plan.memory import GIB, MARGIN, Choice, MemoryEstimate, Offload, estimate_memory

@@ -19,20 +19,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from muster.models.plan import ParallelPlan
-from muster.parallel import tensor
 from muster.parallel.blocks import checkpoint_activations, find_blocks
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
+from muster.plan.dispatch import FakeMode
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.messages import Message
 from muster.plan.op_cost import OpCost
 from muster.plan.subject import Subject, blocks_of, fake
 from muster.plan.trace import MemoryPeak, Recorder, Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
-from muster.torch_internals import FakeTensorMode
 
 SHORT = 2  # blocks of a stack in the shortest recording
 FEW, MORE = 2, 4  # samples
@@ -248,10 +246,8 @@ class _ProfileRecorder:
         truncate(model, plan, depths)
         if mode.rounded_weights and plan.cast_weights and mode.precision in DTYPES:
             model.to(DTYPES[mode.precision])
-        if self.axis is not None:
-            tensor.split(model, self.axis, plan, self.options or TensorOptions())
-        recorder = self.compiler.recorder = Recorder()
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        recorder = self.compiler.recorder = self._split(model)
+        fake_mode = FakeMode()
         batch = self.subject.batch(rows, costliest=self.costliest)
         with fake_mode:
             model.to_empty(device="cpu")
@@ -264,6 +260,16 @@ class _ProfileRecorder:
                 self._step(model, fake(batch, fake_mode), recorder)
         return recorder.trace
 
+    def _split(self, model: nn.Module) -> Recorder:
+        """Between tensor ranks, in place; returns a recorder for it."""
+        if self.axis is None:
+            return Recorder()
+        from muster.parallel import tensor
+        from muster.plan.dtensor_recorder import DTensorRecorder
+
+        tensor.split(model, self.axis, self.subject.plan, self.options or TensorOptions())
+        return DTensorRecorder()
+
     def _wrap(self, model: nn.Module, plan: ParallelPlan, recorder: Recorder) -> None:
         """Activation checkpointing is applied to the compiled forward."""
         blocks = find_blocks(model, plan.blocks, "model.preset")
@@ -273,8 +279,11 @@ class _ProfileRecorder:
         checkpoint_activations(blocks, self.mode.checkpointing)  # type: ignore[arg-type]
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        split = self.axis is not None and (self.options or TensorOptions()).loss_parallel
-        return loss_parallel() if split else nullcontext()
+        if self.axis is None or not (self.options or TensorOptions()).loss_parallel:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     @property
     def compiles(self) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout
-from muster.parallel.pipeline import cut_evenly
+from muster.parallel.stages import cut_evenly
 from muster.plan.subject import Subject
 
 FLOAT = 4  # bytes of a float32

@@ -33,10 +33,12 @@ from muster.parallel.apply import apply
 from muster.parallel.blocks import checkpoint_activations
 from muster.parallel.conflicts import refuse_conflicts
 from muster.parallel.engine import StepFunctions, TorchEngine
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.layout import AXES, Layout
 from muster.parallel.mesh import Mesh
+from muster.parallel.stages import cut_evenly, stages_per_rank
 from muster.plan.compiled import Compiler
+from muster.plan.dispatch import FakeMode
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.rank_recorder import (
     GRADIENTS,
@@ -58,7 +60,6 @@ from muster.plan.trace import Trace, patched
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
-from muster.torch_internals import FakeTensorMode
 from muster.train.optimizer import make_optimizer
 
 PROCESSES = 2  # at a time, one per rank
@@ -99,15 +100,15 @@ class Simulated:
         return asdict(replace(self, sent=Counter())) | {"sent": sent}
 
 
-def representative_ranks(layout: Layout, plan: ParallelPlan, stages_per_rank: int = 1) -> list[int]:
+def representative_ranks(layout: Layout, plan: ParallelPlan, each: int = 1) -> list[int]:
     """The first rank, one that holds most layers and one of the last stage.
 
     Shards are chunked as by torch.chunk, so no rank of a stage holds more than its first; and the first
     stage has most micro-batches in flight.
     """
-    if layout.pipeline * stages_per_rank > plan.layers or layout.pipeline == 1:
+    if layout.pipeline * each > plan.layers or layout.pipeline == 1:
         return [0]  # too many stages are refused when they are built
-    cuts = pipeline.cut_evenly(plan.costs, layout.pipeline * stages_per_rank)
+    cuts = cut_evenly(plan.costs, layout.pipeline * each)
     layers = [
         sum(stop - start for start, stop in cuts[stage :: layout.pipeline])
         for stage in range(layout.pipeline)
@@ -148,7 +149,7 @@ def simulate_all(
 ) -> list[Simulated]:
     """Each rank, or the representative ones, in a process of its own, which frees its memory."""
     if ranks is None:
-        each = pipeline.stages_per_rank(recipe.distributed.pipeline_options)
+        each = stages_per_rank(recipe.distributed.pipeline_options)
         ranks = representative_ranks(layout, subject.plan, each)
     batch = subject.batch(rows, costliest=True)
     count = microbatches * accumulation
@@ -206,7 +207,7 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.recorder = DeviceRecorder()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeMode()
         self.notes: list[str] = []
         training, layout = self.recipe.training, self.layout
         self.replicas = layout.world if layout.only_replicas else 1

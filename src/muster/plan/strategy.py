@@ -15,7 +15,7 @@ from muster.hardware import catalogue, rehearsal
 from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.parallel.pipeline import microbatches
+from muster.parallel.stages import microbatches
 from muster.plan.memory import GIB, Choice
 from muster.plan.planner import Plan, Planner
 from muster.plan.search import search
