@@ -8,7 +8,7 @@ tensors: there are no per-architecture formulas.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,6 +57,7 @@ class ModelCost:
     ops: list[tuple[OpCost, TracePoint, float]]  # with its count
     messages: list[tuple[Message, TracePoint, float]]
     calls: float  # operations that Python dispatches
+    block_calls: float  # of them in the forward passes of blocks
     peaks: dict[TracePoint, MemoryPeak]
 
     def of_blocks(self) -> ModelCost:
@@ -70,14 +71,11 @@ class ModelCost:
     def with_recomputation(self, checkpointing: str) -> ModelCost:
         """A recording without activation checkpointing as it is with it, without its memory: the backward
         pass repeats the forward pass of the blocks. Selective checkpointing keeps the products."""
-        again = [
-            one
-            for one in self.ops
-            if one[1].phase == "forward"
-            and one[1].position.startswith("in ")
-            and (checkpointing == "full" or one[0].kind == "memory")
-        ]
-        return replace(self, ops=self.ops + again)
+        forward = [one for one in self.ops if _recomputed(one[1])]
+        again = [one for one in forward if checkpointing == "full" or one[0].kind == "memory"]
+        kept = sum(count for *_, count in forward) - sum(count for *_, count in again)
+        calls = self.calls + self.block_calls - kept
+        return replace(self, ops=self.ops + again, calls=calls)
 
     @property
     def kept(self) -> float:
@@ -113,7 +111,8 @@ class Profile:
         }
         ops = list(_interpolate([t.ops for t in self.short], rows, 1.0))
         messages = list(_interpolate([t.messages for t in self.short], rows, 1.0))
-        calls = float(self.short[0].calls.total())
+        calls = self._calls(more, lambda _: True)
+        block_calls = self._calls(more, _recomputed)
         empty = {stack for stack, depth in depths.items() if not depth}  # of a pipeline stage
         ops, messages = (_without(found, empty) for found in (ops, messages))
         for stack, count in more.items():
@@ -122,8 +121,21 @@ class Profile:
                 ops += _interpolate(added, rows, count)
                 sent = [_middle(t.messages, stack) for t in self.longer[stack]]
                 messages += _interpolate(sent, rows, count)
-            calls += count * (self.longer[stack][0].calls.total() - self.short[0].calls.total())
-        return ModelCost(ops, messages, calls, peaks)
+        return ModelCost(ops, messages, calls, block_calls, peaks)
+
+    def _calls(self, more: Depths, counted: Callable[[TracePoint], bool]) -> float:
+        """At the trace points that are `counted`."""
+
+        def of(trace: Trace) -> int:
+            return sum(n for point, n in trace.calls.items() if counted(point))
+
+        short = of(self.short[0])
+        return float(short) + sum(n * (of(self.longer[s][0]) - short) for s, n in more.items())
+
+
+def _recomputed(point: TracePoint) -> bool:
+    """With activation checkpointing, in the backward pass."""
+    return point.phase == "forward" and point.position.startswith("in ")
 
 
 def _without(recorded: list[Any], stacks: Collection[str]) -> list[Any]:
