@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,13 +23,14 @@ from muster.models.plan import ParallelPlan
 from muster.parallel.blocks import checkpoint_activations, find_blocks
 from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
-from muster.plan.dispatch import FakeMode
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.messages import Message
+from muster.plan.meta import on_meta
 from muster.plan.op_cost import OpCost
 from muster.plan.subject import Subject, blocks_of, fake
 from muster.plan.trace import MemoryPeak, Recorder, Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
+from muster.torch_internals import FakeTensorMode
 
 SHORT = 2  # blocks of a stack in the shortest recording
 FEW, MORE = 2, 4  # samples
@@ -240,7 +240,7 @@ class _ProfileRecorder:
     @cached_property
     def template(self) -> nn.Module:
         """On the meta device, as deep as the deepest recording."""
-        with torch.device("meta"):
+        with on_meta():
             model = self.subject.task.build_model()
         stacks = blocks_of(model, self.subject.plan.blocks)
         truncate(model, self.subject.plan, dict.fromkeys(stacks, SHORT + 1))
@@ -259,7 +259,7 @@ class _ProfileRecorder:
         if mode.rounded_weights and plan.cast_weights and mode.precision in DTYPES:
             model.to(DTYPES[mode.precision])
         recorder = self.compiler.recorder = self._split(model)
-        fake_mode = FakeMode()
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch = self.subject.batch(rows, costliest=self.costliest)
         with fake_mode:
             model.to_empty(device="cpu")

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from muster.data.loader import Batch
 from muster.parallel import pipeline, state
-from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.parallel.dtypes import DTYPES
+from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.messages import Message
 from muster.plan.trace import Recorder, TracePoint, Wrap, patched

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout
 from muster.parallel.stages import cut_evenly
+from muster.plan.meta import on_meta
 from muster.plan.subject import Subject
 
 FLOAT = 4  # bytes of a float32
@@ -105,7 +105,7 @@ def stages(
     cuts = cut_evenly(plan.costs, layout.pipeline * per_rank)
     found = []
     for rank in range(layout.pipeline):
-        with torch.device("meta"):
+        with on_meta():
             parts = [subject.task.build_part(*ends) for ends in cuts[rank :: layout.pipeline]]
         last = rank == layout.pipeline - 1
         found.append(_stage(parts, plan, tensor_axis, first=rank == 0, last=last, tied=tied))

@@ -32,14 +32,14 @@ from muster.parallel import pipeline
 from muster.parallel.apply import apply
 from muster.parallel.blocks import checkpoint_activations
 from muster.parallel.conflicts import refuse_conflicts
-from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.parallel.dtypes import DTYPES
+from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.parallel.layout import AXES, Layout
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import cut_evenly, stages_per_rank
 from muster.plan.compiled import Compiler
-from muster.plan.dispatch import FakeMode
 from muster.plan.fake_cuda import autocast, fake_cuda
+from muster.plan.meta import on_meta
 from muster.plan.rank_recorder import (
     GRADIENTS,
     HOST,
@@ -60,6 +60,7 @@ from muster.plan.trace import Trace, patched
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
+from muster.torch_internals import FakeTensorMode
 from muster.train.optimizer import make_optimizer
 
 PROCESSES = 2  # at a time, one per rank
@@ -207,7 +208,7 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.recorder = DeviceRecorder()
-        self.mode = FakeMode()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.notes: list[str] = []
         training, layout = self.recipe.training, self.layout
         self.replicas = layout.world if layout.only_replicas else 1
@@ -398,11 +399,11 @@ class _OnMeta:
     task: Task
 
     def build_model(self) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_model()
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_part(start, stop)
 
     def weights(self) -> Any:

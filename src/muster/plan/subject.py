@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from muster.data.batches import BatchPlan, cut
 from muster.data.loader import Batch, Source
 from muster.data.text.packing import PackedSample
 from muster.models.plan import ParallelPlan
+from muster.plan.meta import on_meta
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
@@ -35,7 +35,7 @@ class Subject:
     @cached_property
     def model(self) -> nn.Module:
         """The whole model on the meta device."""
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_model()
 
     @cached_property

@@ -17,10 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.plan.dispatch import DispatchMode
 from muster.plan.messages import Message, collective_of, is_collective
 from muster.plan.op_cost import OpCost, measure
-from muster.torch_internals import FakeTensor, _current_graph_task_id, tree_leaves
+from muster.torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    _current_graph_task_id,
+    tree_leaves,
+)
 
 BLOCK = 512  # bytes: CUDA allocations are rounded up to it
 NOWHERE = ""
@@ -75,7 +79,7 @@ class Trace:
         }
 
 
-class Recorder(DispatchMode):
+class Recorder(TorchDispatchMode):
     """Fills a `Trace`. `part` is counted for new allocations; `phase`, `region` and `position` give the
     current trace point."""
 
