@@ -97,13 +97,16 @@ def plan(
         resolved = find_recipe(recipe, changes)
     precision = _precision(resolved.training.precision, device)
 
-    from muster.cli import plan_table  # torch, from here on: mistakes are found before
-    from muster.plan import report
-    from muster.plan.open_subject import open_subject
-    from muster.plan.planner import Planner
-    from muster.plan.recordings import Recordings
-    from muster.plan.search import search
-    from muster.plan.time import Cluster
+    from muster.plan.collector import collector_paused
+
+    with collector_paused():
+        from muster.cli import plan_table  # torch, from here on: mistakes are found before
+        from muster.plan import report
+        from muster.plan.open_subject import open_subject
+        from muster.plan.planner import Planner
+        from muster.plan.recordings import Recordings
+        from muster.plan.search import search
+        from muster.plan.time import Cluster
 
     subject, cluster = open_subject(resolved), Cluster(device, count, size)
     planner = Planner(

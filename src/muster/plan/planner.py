@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.parallel.layout import Layout, strategy_name
 from muster.parallel.stages import stages_per_rank
+from muster.plan.collector import collector_paused
 from muster.plan.compiled import Compiler
 from muster.plan.kernels import Speeds
 from muster.plan.memory import GIB, MARGIN, Choice, MemoryEstimate, Offload, estimate_memory
@@ -176,11 +177,12 @@ class Planner:
         return profile
 
     def _record(self, mode: ExecutionMode, costliest: bool) -> Profile:
-        if mode.tensor == 1:
-            return record(self.subject, mode, costliest=costliest, compiler=self._compiler)
-        options = self.subject.recipe.distributed.tensor_options
-        with tensor_ranks(mode.tensor) as axis:
-            return record(self.subject, mode, costliest=costliest, axis=axis, options=options)
+        with collector_paused():
+            if mode.tensor == 1:
+                return record(self.subject, mode, costliest=costliest, compiler=self._compiler)
+            options = self.subject.recipe.distributed.tensor_options
+            with tensor_ranks(mode.tensor) as axis:
+                return record(self.subject, mode, costliest=costliest, axis=axis, options=options)
 
     def _micro_batch_time(self, workload: ModelCost, last: bool) -> MicroBatchTime:
         """Head and loss count for the last stage only."""
