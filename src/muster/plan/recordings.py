@@ -186,7 +186,10 @@ def _to_document(profile: Profile) -> dict[str, Any]:
 
 def _from_document(document: dict[str, Any]) -> Profile:
     points = [TracePoint(*row) for row in document["points"]]
-    costs = [OpCost(*fields, tuple(shape)) for *fields, shape in document["costs"]]
+    costs = [
+        OpCost(name, kind, flops, size, dtype, tuple(shape))
+        for name, kind, flops, size, dtype, shape in document["costs"]
+    ]
     messages = [
         Message(kind, size, tuple(ranks), dtype)
         for kind, size, ranks, dtype in document["messages"]

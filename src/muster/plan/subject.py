@@ -42,6 +42,17 @@ class Subject:
     def plan(self) -> ParallelPlan:
         return self.model.plan  # type: ignore[return-value]
 
+    def part(self, start: int, stop: int) -> nn.Module:
+        """Layers `start` … `stop - 1` on the meta device."""
+        if (start, stop) not in self._parts:
+            with on_meta():
+                self._parts[start, stop] = self.task.build_part(start, stop)
+        return self._parts[start, stop]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], nn.Module]:
+        return {}
+
     @cached_property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
