@@ -37,6 +37,7 @@ from muster.parallel.engine import StepFunctions, TorchEngine
 from muster.parallel.layout import AXES, Layout
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import cut_evenly, stages_per_rank
+from muster.plan.collector import collector_paused
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.meta import on_meta
@@ -179,8 +180,9 @@ def _run_in_process(
     torch.set_num_threads(1)
     precision, batch, count = rest
     try:
-        task = build_task(recipe, assets)
-        return _Rank(task, plan, layout, recipe, precision, rank).run(batch, count)
+        with collector_paused():
+            task = build_task(recipe, assets)
+            return _Rank(task, plan, layout, recipe, precision, rank).run(batch, count)
     except Exception as error:
         return type(error).__name__, str(error)
 
