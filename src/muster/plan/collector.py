@@ -1,7 +1,7 @@
-"""Python's garbage collector, paused where it would find nothing.
+"""Python's garbage collector, paused while most new objects stay.
 
-Importing torch and recording a model create millions of objects that stay. The collector looks through
-all of them again and again, which takes a fifth of the time. Does not import torch.
+Importing torch and recording a model create many of them, and the collector looks through all of them
+again and again, which takes seconds. Does not import torch.
 """
 
 from __future__ import annotations
