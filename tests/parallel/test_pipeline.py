@@ -13,7 +13,8 @@ from torch import Tensor
 from muster.data.loader import Inputs
 from muster.errors import RecipeError
 from muster.models.decoder import Decoder
-from muster.parallel.pipeline import SCHEDULES_KEPT, cut_evenly, microbatches, stages_per_rank
+from muster.parallel.pipeline import SCHEDULES_KEPT
+from muster.parallel.stages import cut_evenly, microbatches, stages_per_rank
 from muster.recipe.distributed import PipelineOptions
 from parallel.models import (
     GPT,

@@ -22,7 +22,8 @@ from muster.parallel.apply import apply
 from muster.parallel.engine import Engine, StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.parallel.pipeline import cut_evenly, equal_shapes
+from muster.parallel.pipeline import equal_shapes
+from muster.parallel.stages import cut_evenly
 from muster.recipe.schema import Recipe
 from muster.train.optimizer import make_optimizer
 from parallel.models import whole_gradients

@@ -20,7 +20,7 @@ from muster.hardware import catalogue
 from muster.parallel.apply import apply
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
-from muster.parallel.pipeline import stages_per_rank
+from muster.parallel.stages import stages_per_rank
 from muster.plan import memory
 from muster.plan.fake_cuda import autocast
 from muster.plan.memory import Choice, MemoryEstimate, estimate_memory, static_memory

@@ -23,7 +23,7 @@ from muster.models.plan import ParallelPlan
 from muster.parallel.apply import apply
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
-from muster.parallel.pipeline import cut_evenly
+from muster.parallel.stages import cut_evenly
 from muster.plan.fake_cuda import autocast
 from muster.plan.rank_recorder import (
     Sent,

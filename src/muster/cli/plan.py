@@ -97,15 +97,21 @@ def plan(
         resolved = find_recipe(recipe, changes)
     precision = _precision(resolved.training.precision, device)
 
-    from muster.cli import plan_table  # torch, from here on: mistakes are found before
-    from muster.plan import report
-    from muster.plan.open_subject import open_subject
-    from muster.plan.planner import Planner
-    from muster.plan.search import search
-    from muster.plan.time import Cluster
+    from muster.plan.collector import collector_paused
+
+    with collector_paused():
+        from muster.cli import plan_table  # torch, from here on: mistakes are found before
+        from muster.plan import report
+        from muster.plan.open_subject import open_subject
+        from muster.plan.planner import Planner
+        from muster.plan.recordings import Recordings
+        from muster.plan.search import search
+        from muster.plan.time import Cluster
 
     subject, cluster = open_subject(resolved), Cluster(device, count, size)
-    planner = Planner(subject, cluster, precision, measure_loading=gpu is None)
+    planner = Planner(
+        subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
+    )
     with console.status("searching strategies …") if not as_json else nullcontext():
         found = search(planner)
     if found.best is None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu
@@ -80,9 +79,9 @@ def project_jointly(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
 
 
 def _whole(weight: Tensor) -> bool:
-    """Whether the weight is there: tensor parallelism shards it, ZeRO 3 gathers it when its layer is
-    called."""
-    return not isinstance(weight, DTensor) and not hasattr(weight, "ds_id")
+    """Whether the weight is there: tensor parallelism makes it a DTensor, and ZeRO 3 gathers it when its
+    layer is called."""
+    return not hasattr(weight, "device_mesh") and not hasattr(weight, "ds_id")
 
 
 class Attention(nn.Module):

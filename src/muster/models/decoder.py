@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Attention, Cache, Rotary, rotations
 from muster.models.configs import DecoderConfig
@@ -114,7 +113,8 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     """Logits. An odd vocabulary size (GPT-2's 50257) makes GPU kernels several times slower, so the matrix
     is padded there: columns beyond the vocabulary are to be ignored."""
     missing = -weight.shape[0] % ALIGNED
-    if missing and for_gpu(x) and not isinstance(weight, DTensor):
+    split = hasattr(weight, "device_mesh")  # a DTensor; importing that takes a second
+    if missing and for_gpu(x) and not split:
         weight = F.pad(weight, (0, 0, 0, missing))
     return F.linear(x, weight)
 

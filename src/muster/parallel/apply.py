@@ -16,6 +16,7 @@ from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
 from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
+from muster.parallel.stages import check_schedule, cut_evenly, stages_per_rank
 from muster.recipe.schema import Recipe
 
 LINEAR = nn.functional.linear
@@ -91,13 +92,13 @@ def _build(
     with torch.device("meta") if on_meta or layout.pipeline > 1 else nullcontext():
         model = builder.build_model()
         plan: ParallelPlan = model.plan  # type: ignore[assignment]
-        each = pipeline.stages_per_rank(options)
+        each = stages_per_rank(options)
         layout.check_model(plan, recipe.model.pretrained or recipe.model.preset, each)
         if layout.pipeline == 1:
             prepare_norms(model, recipe)
             return [model], plan
-        pipeline.check_schedule(options, plan)
+        check_schedule(options, plan)
         find_blocks(model, recipe.distributed.fsdp.wrap or plan.blocks, "distributed.fsdp.wrap")
-        cuts = pipeline.cut_evenly(plan.costs, layout.pipeline * each)
+        cuts = cut_evenly(plan.costs, layout.pipeline * each)
         own = cuts[layout.pipeline_rank(mesh.rank) :: layout.pipeline]
         return [builder.build_part(start, stop) for start, stop in own], plan

@@ -18,10 +18,9 @@ from torch.distributed.fsdp import (
 
 from muster.models.plan import ParallelPlan
 from muster.parallel.blocks import find_blocks
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.mesh import Mesh
 from muster.recipe.distributed import FSDP
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def data_axes(mesh: Mesh) -> DeviceMesh:

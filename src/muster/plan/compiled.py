@@ -18,13 +18,7 @@ from torch import Tensor, fx, nn
 
 from muster.plan.op_cost import OpCost, measure
 from muster.plan.trace import Recorder, rounded
-from muster.torch_internals import (
-    _reparametrize_module,
-    aot_function,
-    min_cut_rematerialization_partition,
-    tree_flatten,
-    tree_unflatten,
-)
+from muster.torch_internals import _reparametrize_module, tree_flatten, tree_unflatten
 
 # Extern kernels besides matrix products and attention: not fused, since access is not pointwise.
 EXTERN = (
@@ -81,7 +75,11 @@ class Compiler:
         kinds = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
         cache_key = (key, kinds, torch.is_autocast_enabled("cpu"))
         if cache_key not in self.cache:
-            from muster.torch_internals import select_decomp_table
+            from muster.torch_internals import (  # takes seconds
+                aot_function,
+                min_cut_rematerialization_partition,
+                select_decomp_table,
+            )
 
             self.cache[cache_key] = aot_function(
                 flat,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from muster.models.gpu_kernels import planned_for_gpu
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.torch_internals import FakeTensor, _get_dispatch_mode, _TorchDispatchModeKey, tree_map
 
 # The subset of CUDA's autocast list that models use. CPU autocast runs these in bfloat16.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from muster.hardware.rehearsal import CONTEXT_BYTES
 from muster.parallel.deepspeed_config import packing_order
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.layout import Layout
 from muster.plan.profile import ModelCost
 from muster.plan.shards import FLOAT, REST, Group, Stage

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from muster.parallel.layout import Layout, strategy_name
-from muster.parallel.pipeline import stages_per_rank
+from muster.parallel.stages import stages_per_rank
+from muster.plan.collector import collector_paused
 from muster.plan.compiled import Compiler
 from muster.plan.kernels import Speeds
 from muster.plan.memory import GIB, MARGIN, Choice, MemoryEstimate, Offload, estimate_memory
 from muster.plan.profile import ExecutionMode, ModelCost, Profile, record
+from muster.plan.recordings import Recordings, recording_key
 from muster.plan.shards import Stage, stages
 from muster.plan.subject import Subject, blocks_of
 from muster.plan.time import Cluster, Duration, MicroBatchTime, micro_batch_time, step_time
@@ -71,6 +73,7 @@ class Planner:
     cluster: Cluster
     precision: str
     measure_loading: bool = False  # of data, on this machine
+    recordings: Recordings | None = None  # of earlier plans
     _profiles: dict[tuple[ExecutionMode, bool], Profile] = field(default_factory=dict)
     _workloads: dict[Any, ModelCost] = field(default_factory=dict)
     _stages: dict[Any, list[Stage]] = field(default_factory=dict)
@@ -159,17 +162,27 @@ class Planner:
         fixed = self.subject.recipe.task == "causal-lm" or self.subject.source is None
         key = (mode, costliest or fixed)
         if key not in self._profiles:
-            if mode.tensor == 1:
-                self._profiles[key] = record(
-                    self.subject, mode, costliest=key[1], compiler=self._compiler
-                )
-            else:
-                options = self.subject.recipe.distributed.tensor_options
-                with tensor_ranks(mode.tensor) as axis:
-                    self._profiles[key] = record(
-                        self.subject, mode, costliest=key[1], axis=axis, options=options
-                    )
+            self._profiles[key] = self._saved_or_recorded(*key)
         return self._profiles[key]
+
+    def _saved_or_recorded(self, mode: ExecutionMode, costliest: bool) -> Profile:
+        if self.recordings is None:
+            return self._record(mode, costliest)
+        options = self.subject.recipe.distributed.tensor_options
+        key = recording_key(self.subject, mode, costliest=costliest, options=options)
+        profile = self.recordings.load(key)
+        if profile is None:
+            profile = self._record(mode, costliest)
+            self.recordings.save(key, profile)
+        return profile
+
+    def _record(self, mode: ExecutionMode, costliest: bool) -> Profile:
+        with collector_paused():
+            if mode.tensor == 1:
+                return record(self.subject, mode, costliest=costliest, compiler=self._compiler)
+            options = self.subject.recipe.distributed.tensor_options
+            with tensor_ranks(mode.tensor) as axis:
+                return record(self.subject, mode, costliest=costliest, axis=axis, options=options)
 
     def _micro_batch_time(self, workload: ModelCost, last: bool) -> MicroBatchTime:
         """Head and loss count for the last stage only."""

@@ -8,26 +8,24 @@ tensors: there are no per-architecture formulas.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 
 from muster.models.plan import ParallelPlan
-from muster.parallel import tensor
 from muster.parallel.blocks import checkpoint_activations, find_blocks
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.messages import Message
+from muster.plan.meta import on_meta
 from muster.plan.op_cost import OpCost
 from muster.plan.subject import Subject, blocks_of, fake
 from muster.plan.trace import MemoryPeak, Recorder, Trace, TracePoint
@@ -59,6 +57,7 @@ class ModelCost:
     ops: list[tuple[OpCost, TracePoint, float]]  # with its count
     messages: list[tuple[Message, TracePoint, float]]
     calls: float  # operations that Python dispatches
+    block_calls: float  # of them in the forward passes of blocks
     peaks: dict[TracePoint, MemoryPeak]
 
     def of_blocks(self) -> ModelCost:
@@ -72,14 +71,11 @@ class ModelCost:
     def with_recomputation(self, checkpointing: str) -> ModelCost:
         """A recording without activation checkpointing as it is with it, without its memory: the backward
         pass repeats the forward pass of the blocks. Selective checkpointing keeps the products."""
-        again = [
-            one
-            for one in self.ops
-            if one[1].phase == "forward"
-            and one[1].position.startswith("in ")
-            and (checkpointing == "full" or one[0].kind == "memory")
-        ]
-        return replace(self, ops=self.ops + again)
+        forward = [one for one in self.ops if _recomputed(one[1])]
+        again = [one for one in forward if checkpointing == "full" or one[0].kind == "memory"]
+        kept = sum(count for *_, count in forward) - sum(count for *_, count in again)
+        calls = self.calls + self.block_calls - kept
+        return replace(self, ops=self.ops + again, calls=calls)
 
     @property
     def kept(self) -> float:
@@ -115,7 +111,8 @@ class Profile:
         }
         ops = list(_interpolate([t.ops for t in self.short], rows, 1.0))
         messages = list(_interpolate([t.messages for t in self.short], rows, 1.0))
-        calls = float(self.short[0].calls.total())
+        calls = self._calls(more, lambda _: True)
+        block_calls = self._calls(more, _recomputed)
         empty = {stack for stack, depth in depths.items() if not depth}  # of a pipeline stage
         ops, messages = (_without(found, empty) for found in (ops, messages))
         for stack, count in more.items():
@@ -124,8 +121,21 @@ class Profile:
                 ops += _interpolate(added, rows, count)
                 sent = [_middle(t.messages, stack) for t in self.longer[stack]]
                 messages += _interpolate(sent, rows, count)
-            calls += count * (self.longer[stack][0].calls.total() - self.short[0].calls.total())
-        return ModelCost(ops, messages, calls, peaks)
+        return ModelCost(ops, messages, calls, block_calls, peaks)
+
+    def _calls(self, more: Depths, counted: Callable[[TracePoint], bool]) -> float:
+        """At the trace points that are `counted`."""
+
+        def of(trace: Trace) -> int:
+            return sum(n for point, n in trace.calls.items() if counted(point))
+
+        short = of(self.short[0])
+        return float(short) + sum(n * (of(self.longer[s][0]) - short) for s, n in more.items())
+
+
+def _recomputed(point: TracePoint) -> bool:
+    """With activation checkpointing, in the backward pass."""
+    return point.phase == "forward" and point.position.startswith("in ")
 
 
 def _without(recorded: list[Any], stacks: Collection[str]) -> list[Any]:
@@ -230,7 +240,7 @@ class _ProfileRecorder:
     @cached_property
     def template(self) -> nn.Module:
         """On the meta device, as deep as the deepest recording."""
-        with torch.device("meta"):
+        with on_meta():
             model = self.subject.task.build_model()
         stacks = blocks_of(model, self.subject.plan.blocks)
         truncate(model, self.subject.plan, dict.fromkeys(stacks, SHORT + 1))
@@ -248,9 +258,7 @@ class _ProfileRecorder:
         truncate(model, plan, depths)
         if mode.rounded_weights and plan.cast_weights and mode.precision in DTYPES:
             model.to(DTYPES[mode.precision])
-        if self.axis is not None:
-            tensor.split(model, self.axis, plan, self.options or TensorOptions())
-        recorder = self.compiler.recorder = Recorder()
+        recorder = self.compiler.recorder = self._split(model)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch = self.subject.batch(rows, costliest=self.costliest)
         with fake_mode:
@@ -264,6 +272,16 @@ class _ProfileRecorder:
                 self._step(model, fake(batch, fake_mode), recorder)
         return recorder.trace
 
+    def _split(self, model: nn.Module) -> Recorder:
+        """Between tensor ranks, in place; returns a recorder for it."""
+        if self.axis is None:
+            return Recorder()
+        from muster.parallel import tensor
+        from muster.plan.dtensor_recorder import DTensorRecorder
+
+        tensor.split(model, self.axis, self.subject.plan, self.options or TensorOptions())
+        return DTensorRecorder()
+
     def _wrap(self, model: nn.Module, plan: ParallelPlan, recorder: Recorder) -> None:
         """Activation checkpointing is applied to the compiled forward."""
         blocks = find_blocks(model, plan.blocks, "model.preset")
@@ -273,8 +291,11 @@ class _ProfileRecorder:
         checkpoint_activations(blocks, self.mode.checkpointing)  # type: ignore[arg-type]
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        split = self.axis is not None and (self.options or TensorOptions()).loss_parallel
-        return loss_parallel() if split else nullcontext()
+        if self.axis is None or not (self.options or TensorOptions()).loss_parallel:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        return loss_parallel()
 
     @property
     def compiles(self) -> bool:

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from muster.data.loader import Batch
 from muster.parallel import pipeline, state
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.engine import StepFunctions, TorchEngine
-from muster.parallel.fsdp import DTYPES
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.messages import Message
 from muster.plan.trace import Recorder, TracePoint, Wrap, patched
 from muster.recipe.schema import Recipe
@@ -40,7 +41,7 @@ class Sent(NamedTuple):
     phase: str  # forward, backward, optimizer; pipeline: between stages
 
 
-class DeviceRecorder(Recorder):
+class DeviceRecorder(DTensorRecorder):
     """Excludes tensors on the host from peaks."""
 
     def _allocate(self, part: str, size: int) -> None:

@@ -12,7 +12,7 @@ from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
-from muster.parallel.pipeline import check_schedule
+from muster.parallel.stages import check_schedule
 from muster.plan.memory import GIB, Choice
 from muster.plan.planner import Plan, Planner
 from muster.recipe.batch import BatchSizes, micro_batches, solve

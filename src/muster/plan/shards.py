@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from muster.models.plan import ParallelPlan
 from muster.parallel.layout import Layout
-from muster.parallel.pipeline import cut_evenly
+from muster.parallel.stages import cut_evenly
 from muster.plan.subject import Subject
 
 FLOAT = 4  # bytes of a float32
@@ -79,8 +78,20 @@ class Stage:
         """Elements of one of `count` FSDP shards; none is larger than the first."""
         return sum(self.groups(count, shard, trained=trained).values())
 
-    def groups(self, count: int = 1, shard: int = 0, *, trained: bool = False) -> dict[Group, int]:
+    def groups(
+        self, count: int = 1, shard: int = 0, *, trained: bool = False
+    ) -> Mapping[Group, int]:
         """The same by FSDP parameter group."""
+        key = (count, shard, trained)
+        if key not in self._groups:
+            self._groups[key] = self._group_sizes(*key)
+        return self._groups[key]
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int, bool], dict[Group, int]]:
+        return {}
+
+    def _group_sizes(self, count: int, shard: int, trained: bool) -> dict[Group, int]:
         sizes: dict[Group, int] = {}
         for p in self.parameters:
             if p.trained or not trained:
@@ -105,8 +116,7 @@ def stages(
     cuts = cut_evenly(plan.costs, layout.pipeline * per_rank)
     found = []
     for rank in range(layout.pipeline):
-        with torch.device("meta"):
-            parts = [subject.task.build_part(*ends) for ends in cuts[rank :: layout.pipeline]]
+        parts = [subject.part(*ends) for ends in cuts[rank :: layout.pipeline]]
         last = rank == layout.pipeline - 1
         found.append(_stage(parts, plan, tensor_axis, first=rank == 0, last=last, tied=tied))
     return found

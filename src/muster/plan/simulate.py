@@ -32,12 +32,15 @@ from muster.parallel import pipeline
 from muster.parallel.apply import apply
 from muster.parallel.blocks import checkpoint_activations
 from muster.parallel.conflicts import refuse_conflicts
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.engine import StepFunctions, TorchEngine
-from muster.parallel.fsdp import DTYPES
 from muster.parallel.layout import AXES, Layout
 from muster.parallel.mesh import Mesh
+from muster.parallel.stages import cut_evenly, stages_per_rank
+from muster.plan.collector import collector_paused
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
+from muster.plan.meta import on_meta
 from muster.plan.rank_recorder import (
     GRADIENTS,
     HOST,
@@ -99,15 +102,15 @@ class Simulated:
         return asdict(replace(self, sent=Counter())) | {"sent": sent}
 
 
-def representative_ranks(layout: Layout, plan: ParallelPlan, stages_per_rank: int = 1) -> list[int]:
+def representative_ranks(layout: Layout, plan: ParallelPlan, each: int = 1) -> list[int]:
     """The first rank, one that holds most layers and one of the last stage.
 
     Shards are chunked as by torch.chunk, so no rank of a stage holds more than its first; and the first
     stage has most micro-batches in flight.
     """
-    if layout.pipeline * stages_per_rank > plan.layers or layout.pipeline == 1:
+    if layout.pipeline * each > plan.layers or layout.pipeline == 1:
         return [0]  # too many stages are refused when they are built
-    cuts = pipeline.cut_evenly(plan.costs, layout.pipeline * stages_per_rank)
+    cuts = cut_evenly(plan.costs, layout.pipeline * each)
     layers = [
         sum(stop - start for start, stop in cuts[stage :: layout.pipeline])
         for stage in range(layout.pipeline)
@@ -148,7 +151,7 @@ def simulate_all(
 ) -> list[Simulated]:
     """Each rank, or the representative ones, in a process of its own, which frees its memory."""
     if ranks is None:
-        each = pipeline.stages_per_rank(recipe.distributed.pipeline_options)
+        each = stages_per_rank(recipe.distributed.pipeline_options)
         ranks = representative_ranks(layout, subject.plan, each)
     batch = subject.batch(rows, costliest=True)
     count = microbatches * accumulation
@@ -177,8 +180,9 @@ def _run_in_process(
     torch.set_num_threads(1)
     precision, batch, count = rest
     try:
-        task = build_task(recipe, assets)
-        return _Rank(task, plan, layout, recipe, precision, rank).run(batch, count)
+        with collector_paused():
+            task = build_task(recipe, assets)
+            return _Rank(task, plan, layout, recipe, precision, rank).run(batch, count)
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -397,11 +401,11 @@ class _OnMeta:
     task: Task
 
     def build_model(self) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_model()
 
     def build_part(self, start: int, stop: int) -> nn.Module:
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_part(start, stop)
 
     def weights(self) -> Any:

@@ -15,8 +15,9 @@ from muster.hardware import catalogue, rehearsal
 from muster.hardware.catalogue import Accelerator
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.parallel.pipeline import microbatches
+from muster.parallel.stages import microbatches
 from muster.plan.memory import GIB, Choice
+from muster.plan.meta import on_meta
 from muster.plan.planner import Plan, Planner
 from muster.plan.search import search
 from muster.plan.subject import Subject
@@ -145,14 +146,14 @@ def layout_by_arithmetic(
 
 
 def training_bytes(task: Task) -> int:
-    with torch.device("meta"):
+    with on_meta():
         parameters = list(task.build_model().parameters())
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     return WEIGHT_BYTES * sum(p.numel() for p in parameters) + TRAINED_BYTES * trained
 
 
 def parameter_count(task: Task) -> int:
-    with torch.device("meta"):
+    with on_meta():
         return sum(p.numel() for p in task.build_model().parameters())
 
 

@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from muster.data.batches import BatchPlan, cut
 from muster.data.loader import Batch, Source
 from muster.data.text.packing import PackedSample
 from muster.models.plan import ParallelPlan
+from muster.plan.meta import on_meta
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
@@ -35,12 +35,23 @@ class Subject:
     @cached_property
     def model(self) -> nn.Module:
         """The whole model on the meta device."""
-        with torch.device("meta"):
+        with on_meta():
             return self.task.build_model()
 
     @cached_property
     def plan(self) -> ParallelPlan:
         return self.model.plan  # type: ignore[return-value]
+
+    def part(self, start: int, stop: int) -> nn.Module:
+        """Layers `start` … `stop - 1` on the meta device."""
+        if (start, stop) not in self._parts:
+            with on_meta():
+                self._parts[start, stop] = self.task.build_part(start, stop)
+        return self._parts[start, stop]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[int, int], nn.Module]:
+        return {}
 
     @cached_property
     def parameters(self) -> int:

@@ -10,19 +10,17 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from muster.plan.messages import Message, collective_of, is_collective
 from muster.plan.op_cost import OpCost, measure
 from muster.torch_internals import (
     FakeTensor,
-    ShardingPropagator,
     TorchDispatchMode,
     _current_graph_task_id,
     tree_leaves,
@@ -93,32 +91,10 @@ class Recorder(TorchDispatchMode):
         # storage → (weak reference, bytes, part)
         self._tracked: dict[int, tuple[Any, int, str]] = {}
         self._unrecorded = False
-        self._patches = ExitStack()
-
-    def __enter__(self) -> Self:
-        """DTensor derives an operation's output from whole tensors, which no rank has."""
-
-        def without_recording(propagate: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                with self.unrecorded():
-                    return propagate(*args)
-
-            return run
-
-        name = "_propagate_tensor_meta_non_cached"
-        self._patches.enter_context(patched(ShardingPropagator, name, without_recording))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        with self._patches:
-            super().__exit__(*error)
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatched again as operations on local tensors
         kwargs = kwargs or {}
         if op is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _placeholder_value(args[0])
@@ -154,8 +130,6 @@ class Recorder(TorchDispatchMode):
     def track(self, tensor: Tensor, part: str | None = None) -> None:
         """Count a tensor's storage until it is freed. One that is counted already changes its part
         only if `part` is given."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._tracked:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from muster.errors import RecipeError
-from muster.parallel.fsdp import DTYPES
+from muster.parallel.dtypes import DTYPES
 from muster.parallel.mesh import Mesh
 
 

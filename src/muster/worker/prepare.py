@@ -26,7 +26,7 @@ from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.parallel.pipeline import microbatches
+from muster.parallel.stages import microbatches
 from muster.plan.strategy import decide, parameter_count
 from muster.recipe.batch import BatchSizes, settle
 from muster.recipe.schema import Recipe

@@ -11,7 +11,6 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from muster.models.attention import Cache, project_jointly
 from muster.models.configs import WhisperConfig
@@ -284,6 +283,8 @@ class _CachedDecoder:
 def next_logits(logits: Tensor, vocab: int) -> Tensor:
     """[rows, vocab], float32, of the last of [rows, time, vocab or more], which tensor ranks may hold in
     shards."""
+    from torch.distributed.tensor import DTensor  # takes a second
+
     if isinstance(logits, DTensor):
         logits = logits.full_tensor()
     return logits[:, -1, :vocab].float()
