@@ -19,8 +19,8 @@ from muster.cli.bench.common import recipe_and
 from muster.parallel import ddp
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.messages import Message
-from muster.plan.trace import Recorder
 
 SMALL = ["training.global_batch_size=1", "data.sequence_length=32"]
 
@@ -110,7 +110,7 @@ def replayed(mesh: Mesh) -> list[tuple]:
         Message("broadcast", 800, (0, 1), "int64"),
     ]
     act = overlap.replay(mesh, sent)
-    with Recorder() as recorder:
+    with DTensorRecorder() as recorder:
         act()
     return [(sent, [message for message, _ in recorder.trace.messages])]
 

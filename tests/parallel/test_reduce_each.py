@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.simulate import recording, step, track_static
-from muster.plan.trace import Recorder, Trace
+from muster.plan.trace import Trace
 from parallel.models import GPT, course, make_batch, make_engine, make_functions, micro_batches
 
 ROWS = 8
@@ -39,7 +40,7 @@ def test_the_course_is_the_same(ranks):
 def highest(mesh, each: bool) -> int:
     engine: Any = make_engine(mesh, WIDE, options(each))
     pieces = [make_batch(WIDE, 1)] * COUNT
-    recorder = Recorder()
+    recorder = DTensorRecorder()
     track_static(engine, recorder)
     with recorder, recording(recorder, engine):
         for _ in range(2):

@@ -260,7 +260,8 @@ def test_memory_rises_as_high_as_was_planned(name):
 
 def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int:
     """What a recorder sees of DeepSpeed, whose steps only real processes can run."""
-    from muster.plan.trace import Recorder, Trace
+    from muster.plan.dtensor_recorder import DTensorRecorder
+    from muster.plan.trace import Trace
 
     task = Little(BIG[model])
     layout = layout_for(recipe.distributed, mesh.world)
@@ -269,7 +270,7 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
     functions = StepFunctions(
         task.prepare, task.inputs, task.loss, lambda: autocast(precision), 1e-3
     )
-    recorder = Recorder()
+    recorder = DTensorRecorder()
     for p in engine.parts[0].parameters():
         recorder.track(getattr(p, "ds_tensor", p), "weights")
     for _ in range(2):

@@ -24,6 +24,7 @@ from muster.parallel.apply import apply
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.stages import cut_evenly
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.fake_cuda import autocast
 from muster.plan.rank_recorder import (
     Sent,
@@ -40,7 +41,7 @@ from muster.plan.simulate import (
     simulate_all,
 )
 from muster.plan.subject import Subject
-from muster.plan.trace import Recorder, Trace
+from muster.plan.trace import Trace
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.train.optimizer import make_optimizer
@@ -88,7 +89,7 @@ def on_ranks(mesh, task, distributed, count, precision) -> Any:
     )
     functions = StepFunctions(task.prepare, task.inputs, task.loss, lambda: autocast(precision))
     batches = [make_batch(task.config, ROWS)] * count
-    recorder = Recorder()
+    recorder = DTensorRecorder()
     track_static(engine, recorder)
     with recorder, recording(recorder, engine):
         for _ in range(3):

@@ -11,11 +11,12 @@ import pytest
 from muster.models.configs import DecoderConfig
 from muster.parallel.apply import apply
 from muster.parallel.layout import layout_for
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.fake_cuda import autocast
 from muster.plan.memory import ZERO_LIVE, Choice
 from muster.plan.shards import stages
 from muster.plan.subject import Subject
-from muster.plan.trace import Recorder, Trace
+from muster.plan.trace import Trace
 from muster.plan.traffic import Traffic, data_traffic
 from muster.train.optimizer import make_optimizer
 from parallel.models import GPT, LLAMA, LR, Maker, make_batch, make_functions, make_recipe
@@ -32,7 +33,7 @@ def sent(
     make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
     engine = apply(Maker(config), mesh.with_layout(layout), recipe, precision, make)
     functions = dataclasses.replace(make_functions(64), autocast=lambda: autocast(precision))
-    recorder = Recorder()
+    recorder = DTensorRecorder()
     for _ in range(3):
         recorder.trace = Trace()
         with recorder:

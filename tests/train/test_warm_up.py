@@ -59,7 +59,7 @@ def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
             ["training.steps=null", "training.epochs=2"],
             51_200,
             True,
-            "auto",
+            True,
             "yes: it pays",
         ),
         (

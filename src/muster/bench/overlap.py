@@ -24,8 +24,8 @@ from muster.data.loader import Batch
 from muster.errors import LaunchError
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
+from muster.plan.dtensor_recorder import DTensorRecorder
 from muster.plan.messages import Message
-from muster.plan.trace import Recorder
 from muster.probes.collectives import gather_into, scatter_sum
 from muster.probes.repeats import times
 from muster.recipe.load import load
@@ -175,7 +175,7 @@ def messages(job: Job, batches: Sequence[Batch]) -> list[Message]:
     """What one pass sends. The first passes settle the order of buckets and of gathering."""
     for _ in range(2):
         _pass(job, batches)()
-    with Recorder() as recorder:
+    with DTensorRecorder() as recorder:
         _pass(job, batches)()
     return [message for message, _ in recorder.trace.messages]
 

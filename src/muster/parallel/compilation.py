@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from muster.data.cache import cache_folder
 from muster.recipe.schema import Recipe
 
 WORTH = 200  # optimizer steps that win back the seconds which a first compilation takes
@@ -45,7 +47,9 @@ def _steps(recipe: Recipe, samples: int | None) -> int | None:
 def compile_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]
 ) -> list[nn.Module]:
-    """The modules that were compiled. Blocks of one class share a compiled graph."""
+    """The modules that were compiled. Blocks of one class share a compiled graph. It is kept in the user's
+    cache folder, so that the next start takes it from there."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
     torch.compiler.set_stance("default")
     compiled = [*blocks, *(m for name, m in model.named_modules() if name in others)]
     for module in compiled:
