@@ -77,10 +77,17 @@ class Graphs:
             if not self.optional:
                 raise
             self.closed = True
+            self._end_capture()
             log.warning("%s; the run goes on without", error)
         if len(self.captured) == MAX_GRAPHS:
             self.closed = True
             log.warning("%d batch shapes are captured; others run eagerly", MAX_GRAPHS)
+
+    def _end_capture(self) -> None:
+        """A capture that failed leaves the random generator of the GPU in it; a small one that succeeds takes
+        it out."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self.stream):
+            torch.zeros(1, device=self.device)
 
     def _captured(self, compute: Compute, batch: Batch, scale: Tensor) -> CapturedGraph:
         tensors = {k: t.clone() for k, t in batch.tensors.items()}

@@ -109,12 +109,12 @@ def _choose_graphs(job: Job, engine: TorchEngine) -> None:
 
 
 def _graphs_pay(job: Job) -> tuple[bool, str]:
-    """The same on all ranks."""
     if problem := no_graphs(job.recipe, job.mesh.layout):
         return False, problem
+    if job.mesh.world > 1:
+        return False, "with several ranks, only where the recipe asks for them"
     host, device = _launch_times(job)
-    found = job.mesh.gather((host / device, _memory_share(job)))
-    share, memory_share = (max(values) for values in zip(*found, strict=True))
+    share, memory_share = host / device, _memory_share(job)
     reason = f"the host takes {min(share, 1):.0%} of a micro-batch's time to launch it"
     if share >= LAUNCH_BOUND and memory_share > GRAPH_MEMORY:
         return False, f"{reason}, but {memory_share:.0%} of the memory is in use"
