@@ -27,10 +27,9 @@ from muster.entrypoints.open_run import check_before_launch, existing_run, open_
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
-    from io import TextIOWrapper
-
     from muster.hardware.inventory import Inventory
     from muster.launch.cluster import Node, RankInfo
+    from muster.launch.standby import Standby
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
@@ -95,8 +94,8 @@ def train(
     master_port: PortOption = None,
 ) -> None:
     """Train. The run lives on its own: Ctrl-C or a closed terminal leaves it running."""
-    from muster.hardware import inventory
-    from muster.launch import addresses, cluster
+    from muster.launch import cluster
+    from muster.launch.standby import Standby
 
     changes = list(overrides or [])
     if strategy:
@@ -113,6 +112,10 @@ def train(
         flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
         given = [name for name, value in flags.items() if value]
         return _as_rank(recipe, changes, rank_info, run_name, given)
+    standby = Standby() if on == "local" else None  # the first thing: it takes seconds
+    from muster.hardware import inventory
+    from muster.launch import addresses, local
+
     node = cluster.Node()
     if on == "local":
         node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
@@ -125,10 +128,11 @@ def train(
     check_before_launch(resolved, ranks * node.nodes, ranks)
     addresses.check(node)
     if node.rank > 0:
-        return _join(node, resolved, ranks)
+        return _join(node, resolved, ranks, standby)
     run, claim, _ = open_run(resolved, ranks * node.nodes, ranks, existing, run_name, console)
     with claim:  # the supervisor holds it too, from its start to its end
-        _supervise(run, claim, ranks, node)
+        run.begin()
+        local.start(run, ranks, node, claim, standby)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
     _follow(run, node, detach)
 
@@ -141,13 +145,6 @@ def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
             f"--rehearse {ranks}, but {rank_info.launcher} has started {rank_info.local_world} ranks on "
             "this machine; give both the same number"
         )
-
-
-def _supervise(run: Run, claim: TextIOWrapper, ranks: int, node: Node) -> None:
-    from muster.launch import local
-
-    run.begin()
-    local.start(run, ranks, node, claim)
 
 
 def _follow(run: Run, node: Node, detach: bool) -> None:
@@ -180,7 +177,7 @@ def _as_rank(
     train_here(recipe, changes, run_name=run_name)
 
 
-def _join(node: Node, recipe: Recipe, ranks: int) -> None:
+def _join(node: Node, recipe: Recipe, ranks: int, standby: Standby | None) -> None:
     """Not node 0: its run is this node's too."""
     from muster import runs
     from muster.launch import local
@@ -190,7 +187,7 @@ def _join(node: Node, recipe: Recipe, ranks: int) -> None:
         f"node {node.rank} of {node.nodes}: looking for node 0 at {node.address}:{node.port}"
     )
     run = local.join_run(node, recipe)
-    process = local.start(run, ranks, node)
+    process = local.start(run, ranks, node, standby=standby)
     console.print(f"run [bold]{run.name}[/], log: {shown(run)}/{local.log_name(node)}")
     local.stop_on_signal(run)
     try:

@@ -24,6 +24,7 @@ from muster.errors import SHRINK, LaunchError, MusterError
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
+from muster.launch.standby import Standby, wait_for_order
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
 from muster.recipe.batch import settle_as
@@ -38,23 +39,20 @@ ONE_NODE = Node()
 
 
 def start(
-    run: Run, ranks: int, node: Node = ONE_NODE, claim: TextIOWrapper | None = None
+    run: Run,
+    ranks: int,
+    node: Node = ONE_NODE,
+    claim: TextIOWrapper | None = None,
+    standby: Standby | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a supervisor in its own session: neither Ctrl-C nor SIGHUP reaches it. It inherits the
-    `claim` on the run, or makes its own."""
+    """Start a supervisor, or the one that stands by. It inherits the `claim` on the run, or makes its own."""
     where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
     where += ["--master-port", node.port]
-    where += ["--claim", claim.fileno()] if claim else []
-    command = [sys.executable, "-m", "muster.launch.local", run.path, ranks, *where]
+    standby = standby or Standby()
     with (run.path / log_name(node)).open("ab") as out:
-        process = subprocess.Popen(
-            [str(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=[claim.fileno()] if claim else [],
-        )
+        words = [str(word) for word in (run.path, ranks, *where)]
+        standby.begin(words, out.fileno(), claim.fileno() if claim else None)
+    process = standby.process
     while node.rank == 0 and run.info().get("pid") != process.pid and process.poll() is None:
         time.sleep(0.02)  # until run.json has its pid, so that the run does not look interrupted
     return process
@@ -291,7 +289,12 @@ def _guarded(run: Run, ranks: int, node: Node) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    words: list[str] | None = sys.argv[1:]
+    if words and words[0] == "--standby":
+        from muster.launch import agent  # noqa: F401  # torch, while the caller is still busy
+
+        words = wait_for_order(int(words[1]))
+    code = main(words) if words else 0
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may still wait for a lost node
