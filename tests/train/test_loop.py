@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch
 from muster.observe.results import read_lines
 from muster.train import loop
 from muster.train.loop import train
+from muster.train.optimizer import learning_rate, make_optimizer
 from pool import RankError
 from training import make_job, weights
 
@@ -124,6 +126,35 @@ def test_results_that_are_read_late_are_the_same(ranks, tmp_path):
     assert [line["step"] for line in late[0]] == [1, 2, 3, 4, 5, 6]
     assert late[:2] == at_once[:2]
     assert torch.equal(late[2], at_once[2])
+
+
+def clipped(mesh, folder: str) -> tuple[torch.Tensor, torch.Tensor, list[float], list[float]]:
+    """Weights and gradient norms after four clipped steps, and those of a plain loop with torch's own
+    clipping and AdamW."""
+    words = ["training.steps=4", "training.max_grad_norm=0.5", "training.lr=1e-2"]
+    job = make_job(mesh, folder, [*words, "training.global_batch_size=4"], "gpt-micro")
+    model, norms = copy.deepcopy(job.engine.parts[0]), []
+    optimizer = make_optimizer(job.recipe.training, model.named_parameters())
+    for step in range(job.steps):
+        for group in optimizer.param_groups:
+            group.update(lr=learning_rate(job.recipe.training, step, job.steps), fused=False)
+        (batch,) = job.loader.micro_batches(step)
+        (job.task.loss(model(*job.task.inputs(batch).args), batch) / batch.units).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    train(job)
+    job.observer.close()
+    found = [line["grad_norm"] for line in read_lines(Path(folder) / "metrics.jsonl")]
+    plain = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights(job), plain, found, norms
+
+
+def test_clipped_steps_are_those_of_a_plain_loop(ranks, tmp_path):
+    ((ours, plain, found, norms),) = ranks(1)(clipped, str(tmp_path))
+    assert min(norms) > 0.5, "nothing was clipped"
+    assert found == pytest.approx(norms, rel=1e-5)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
 def losses_in(mesh, folder: str, precision: str) -> list[float]:
