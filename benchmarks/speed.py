@@ -3,8 +3,8 @@
     python benchmarks/speed.py                    # every row; --write FILE keeps the table
     python benchmarks/speed.py gpt2 llama-1b      # some of them
 
-Every side is a process of its own. muster's are `muster train` with nothing set that concerns speed,
-unless the row says so. The peers are the scripts in benchmarks/peers: Hugging Face's Trainer with bf16,
+Every side is a process of its own. muster's is one rank in its own training loop, with nothing set that
+concerns speed unless the row says so; for Whisper the data workers are as many as the peers'. The peers are the scripts in benchmarks/peers: Hugging Face's Trainer with bf16,
 fused AdamW and torch.compile, and a bare compiled loop without any framework. Steps before the first
 `--warm-up` (compilation, allocation) are not counted. Needs an NVIDIA GPU, transformers and accelerate.
 """
@@ -95,10 +95,7 @@ ROWS = {
         "Llama 1.1B, 8 × 2048",
         "tokens",
         8 * 2048,
-        {
-            "muster": lm("llama-1b", 8, 2048),
-            "muster, fp8": lm("llama-1b", 8, 2048, "training.precision=fp8"),
-        },
+        {"muster": lm("llama-1b", 8, 2048)},
         {"Trainer, compiled": ("hf_lm.py", "--model", "llama-1b", "--batch", "8", "--seq", "2048")},
         steps=25,
     ),

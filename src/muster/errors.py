@@ -30,4 +30,8 @@ class MemoryLimitError(MusterError):
     """A device or the host has no memory left for what a rank is about to do."""
 
 
-SHRINK = 76  # exit code of a rank out of memory: all restart with smaller micro-batches
+class StartAgain(MusterError):
+    """All ranks must start again from the last checkpoint, with a setting that one of them wrote down."""
+
+
+AGAIN = 76  # exit code of a rank that raised StartAgain

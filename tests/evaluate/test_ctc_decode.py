@@ -195,3 +195,12 @@ def test_the_best_path_keeps_doubled_letters_and_joins_held_ones():
     logits = torch.nn.functional.one_hot(path, 3).float()
     assert greedy(logits, torch.tensor([9])) == [[1, 1, 2, 2]]
     assert greedy(logits[:, :0], torch.tensor([0])) == [[]]
+
+
+def test_a_certain_symbol_that_begins_no_known_word_ends_no_search():
+    """Its frame is passed over: no spelling of a known word goes on with it."""
+    rows = from_probs(
+        [0.05, 0.95, 0, 0], [0, 0, 1, 0], [0.9, 0.1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]
+    )
+    found = prefix_beam(rows, 4, pieces=PIECES, lm=build(["a a a"], 2), known_words=True)
+    assert found[0][0] == [1, 3, 1]  # "a a", and no "b"

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from muster.observe.observer import read_choices
 from muster.observe.results import read_lines
 from muster.parallel import compilation
 from muster.parallel.compilation import with_compile
 from muster.recipe.load import load
 from muster.train import warm_up
 from muster.train.loop import train
+from muster.worker import prepare
+from pool import RankError
 from training import make_job
 
 
@@ -29,6 +33,7 @@ def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
             patch.setattr(
                 compilation, "choose", lambda recipe, *_, **__: (with_compile(recipe, True), "")
             )
+            patch.setattr(compilation, "compiler_error", lambda device: None)
             patch.setattr(torch, "compile", partial(torch.compile, backend=cannot_compile))
         job = make_job(
             mesh, folder, ["training.steps=3", "training.global_batch_size=4"], "gpt-micro"
@@ -45,6 +50,25 @@ def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
     assert reason.startswith("no: it failed (BackendCompilerFailed: ")
     assert "no compiler here" in reason
     assert losses == expected
+
+
+def test_several_ranks_start_again_where_one_cannot_compile(ranks, tmp_path):
+    """And find it written down: they compile nothing then."""
+    with pytest.raises(RankError) as failure:
+        ranks(2)(course, str(tmp_path), True)
+    assert failure.value.kind == "StartAgain"
+    assert read_choices(tmp_path)["compile"].startswith("no: it failed (BackendCompilerFailed: ")
+
+
+@pytest.mark.parametrize("earlier", ["yes: it pays", "no: it failed"])
+def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"), world=2)
+    for steps in (100, 1000):
+        recipe = load("gpt2", [f"training.steps={steps}"])
+        chosen, reason = prepare._choose_compilation(recipe, 10, mesh, earlier)
+        assert (chosen.training.compile, reason) == (earlier.startswith("yes"), earlier)
+    recipe = load("gpt2", ["training.compile=false"])
+    assert prepare._choose_compilation(recipe, 10, mesh, earlier)[0].training.compile is False
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,8 @@ class Loader:
         sample, to which its batch is padded."""
         return self._by_cost(start, stop)[-1]
 
-    def average(self, start: int, stop: int) -> int:
-        """Of the same steps, the one in the middle."""
+    def median(self, start: int, stop: int) -> int:
+        """Of the same steps, the one in the middle by that length."""
         steps = self._by_cost(start, stop)
         return steps[len(steps) // 2]
 

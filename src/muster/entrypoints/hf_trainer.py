@@ -271,7 +271,7 @@ def _job(
     plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     precision = shared_precision(recipe.training.precision, mesh)
-    write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {})
+    write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {}, {})
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
         write_json(run.path / "plan.json", planned | {"strategy": STRATEGY})

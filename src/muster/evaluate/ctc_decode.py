@@ -161,7 +161,7 @@ def prefix_beam(
     for frame in _likely_symbols(log_probs, min_log_prob, max_symbols):
         grown = _advance(beam, frame, words, blank)
         kept = heapq.nlargest(width, grown.items(), key=lambda x: _add(*x[1]) + x[0].extra)
-        beam = {prefix: ends for prefix, ends in kept if prefix.extra > _NEVER}
+        beam = {prefix: ends for prefix, ends in kept if prefix.extra > _NEVER} or beam
         for prefix in grown.keys() - beam.keys():
             prefix.remove()
     scored = [(prefix.ids(), _add(*ends) + words.final(prefix)) for prefix, ends in beam.items()]

@@ -15,7 +15,7 @@ from typing import Any
 
 from muster.diagnose import hang
 from muster.diagnose.explain import cause_and_cure
-from muster.errors import SHRINK
+from muster.errors import AGAIN
 
 ABORT = "SIGABRT"  # how gloo and NCCL's watchdog end ranks whose peers are gone: rarely the cause
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -29,8 +29,8 @@ def collect(folder: Path, exit_codes: Mapping[int, int], world: int, oom_kills: 
     `oom_kills` is the kernel's count before the ranks were started.
     """
     for rank, code in exit_codes.items():
-        if code == SHRINK:
-            return _failure(rank, SHRINK, "It ran out of memory.", None, None)
+        if code == AGAIN:
+            return _failure(rank, AGAIN, "It must start again with another setting.", None, None)
     killed = {rank: Signals(-code).name for rank, code in exit_codes.items() if code < 0}
     for rank, signal in killed.items():
         if signal != ABORT:
@@ -117,7 +117,7 @@ def first(failures: list[Failure]) -> Failure:
         error: dict[str, Any] = {"time": failure["time"], **(failure["error"] or {})}
         return (
             "silent_node" not in failure,
-            failure["exit_code"] != SHRINK,
+            failure["exit_code"] != AGAIN,
             failure["signal"] in (None, ABORT),
             not error.get("expected"),
             failure["hang"] is None,

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from muster.errors import SHRINK, LaunchError, MusterError
+from muster.errors import AGAIN, LaunchError, MusterError
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
@@ -144,8 +145,8 @@ class Supervisor:
         """After a kill by a signal, up to max_restarts times without a new checkpoint."""
         if not self.is_master:
             return False  # node 0 is lost, and with it the rendezvous
-        if worst["exit_code"] == SHRINK:
-            return True  # with smaller micro-batches, as the rank has written down; limited by their size
+        if worst["exit_code"] == AGAIN:
+            return True  # each such setting is written down once
         reached = max(complete_steps(self.run.path), default=0)
         self.failed_restarts, self.last_step = (
             (0 if reached > self.last_step else self.failed_restarts),
@@ -290,11 +291,11 @@ def _guarded(run: Run, ranks: int, node: Node) -> int:
 
 if __name__ == "__main__":
     words: list[str] | None = sys.argv[1:]
-    if words and words[0] == "--standby":
-        from muster.launch import agent  # noqa: F401  # torch, while the caller is still busy
-
-        words = wait_for_order(int(words[1]))
-    code = main(words) if words else 0
+    if sys.argv[1:2] == ["--standby"]:
+        with suppress(Exception):  # it is imported again when needed, and then reported
+            from muster.launch import agent  # noqa: F401  # torch, while the caller is still busy
+        words = wait_for_order(int(sys.argv[2]))
+    code = 0 if words is None else main(words)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may still wait for a lost node

@@ -71,9 +71,7 @@ def finish(run: Run, number: str, code: int, signalled: bool, progressed: bool, 
     wanted = info["state"] != "finished" and not asked_by_user(run)
     if facts.get("JobState", "RUNNING") not in ("RUNNING", "SIGNALING"):
         return code  # SLURM itself ends it, or requeues it
-    if wanted and any(
-        '"StartSmaller"' in p.read_text() for p in run.path.glob("ranks/*.error.json")
-    ):
+    if wanted and any('"StartAgain"' in p.read_text() for p in run.path.glob("ranks/*.error.json")):
         return queue_again(
             run, number
         )  # ranks that srun started have no supervisor to restart them

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import subprocess
 import sys
+
+from muster.errors import LaunchError
 
 
 class Standby:
@@ -16,6 +19,7 @@ class Standby:
 
     def __init__(self) -> None:
         self._channel, other = socket.socketpair()
+        atexit.register(self._end_unused)
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "muster.launch.local", "--standby", str(other.fileno())],
@@ -30,10 +34,20 @@ class Standby:
         """Its arguments and this process's environment, where its output goes, and the open file with the
         lock on the run."""
         order = json.dumps({"arguments": arguments, "environment": dict(os.environ)}).encode()
-        with self._channel:
-            files = [out] if claim is None else [out, claim]
-            socket.send_fds(self._channel, [len(order).to_bytes(8)], files)
-            self._channel.sendall(order)
+        files = [out] if claim is None else [out, claim]
+        atexit.unregister(self._end_unused)
+        try:
+            with self._channel:
+                socket.send_fds(self._channel, [len(order).to_bytes(8)], files)
+                self._channel.sendall(order)
+        except OSError as error:
+            raise LaunchError(
+                f"the supervisor ended before it had begun ({error}); what `python -m muster.launch.local` "
+                "says may show why"
+            ) from error
+
+    def _end_unused(self) -> None:
+        self.process.kill()
 
 
 def wait_for_order(channel_number: int) -> list[str] | None:

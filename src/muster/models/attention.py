@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from muster.models.configs import DecoderConfig
-from muster.models.gpu_kernels import for_gpu
 
 
 class Cache:
@@ -59,31 +57,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def project_jointly(x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
-    """What each of the linear layers makes of x. On a GPU one product with all of their weights is faster
-    than one with each, unless a layer is more than that: an adapter, or sharded."""
-    plain = [layer for layer in layers if type(layer) is nn.Linear and _whole(layer.weight)]
-    if not for_gpu(x) or len(plain) < len(layers):
-        return [layer(x) for layer in layers]
-    sizes = [layer.out_features for layer in plain]
-    bias = None
-    if any(layer.bias is not None for layer in plain):
-        bias = torch.cat(
-            [
-                layer.weight.new_zeros(n) if layer.bias is None else layer.bias
-                for layer, n in zip(plain, sizes, strict=True)
-            ]
-        )
-    joint = F.linear(x, torch.cat([layer.weight for layer in plain]), bias)
-    return list(joint.split(sizes, dim=-1))
-
-
-def _whole(weight: Tensor) -> bool:
-    """Whether the weight is there: tensor parallelism makes it a DTensor, and ZeRO 3 gathers it when its
-    layer is called."""
-    return not hasattr(weight, "device_mesh") and not hasattr(weight, "ds_id")
-
-
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -99,7 +72,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
         of the heads, and between layers only a shard of the sequence."""
-        q, k, v = (self._heads(y) for y in project_jointly(x, (self.q, self.k, self.v)))
+        q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
         past = cache.seen(self.layer) if cache is not None else 0
         mask = attention_mask(self.config, q.shape[2], past, documents, q.device)
         if rotary is not None:

@@ -171,7 +171,8 @@ class Decoder(nn.Module):
         rotary = self._rotary(x, positions, past)
         if self.part.first:
             assert self.embed is not None
-            x = residual_stream(self.embed(x, positions, past))
+            x = self.embed(x, positions, past)
+        x = residual_stream(x)
         for block in self.blocks.values():
             x = block(x, rotary, documents, cache)
         if self.norm is not None and self.head is not None:

@@ -20,10 +20,12 @@ def for_gpu(tensor: Tensor) -> bool:
 
 
 def residual_stream(x: Tensor) -> Tensor:
-    """Embeddings as the first block reads them: in bfloat16 if autocast computes in it, as FSDP gathers
-    them. An embedding's float32 would make every block read and write twice the bytes."""
+    """What enters the blocks of a model: in bfloat16 if autocast computes in it, as it is with the weights that
+    FSDP gathers. An embedding's float32 would make every block read and write twice the bytes."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x
+    if torch.get_autocast_dtype(kind) == torch.bfloat16:
         return x.to(torch.bfloat16)
     return x
 

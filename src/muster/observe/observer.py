@@ -16,6 +16,8 @@ from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.results import STOP_FILE, write_json
 
+PLAN_FILE = "plan.json"
+
 
 class Ranks(Protocol):
     """The collective that observing needs."""
@@ -105,6 +107,12 @@ class Observer:
                 self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def step(self, record: StepRecord, ranks: Ranks) -> None:
+        """A step's lines; with the others, at intervals."""
+        self.write(record)
+        if record.step % self.every_steps == 0:
+            self.flush(ranks)
+
+    def write(self, record: StepRecord) -> None:
         line = record.metrics()
         if self._metrics:
             self._metrics.write(json.dumps(line) + "\n")
@@ -123,8 +131,6 @@ class Observer:
             self._fresh = False
         elif not record.profiled:
             self._pending.append(record.times())
-        if record.step % self.every_steps == 0:
-            self.flush(ranks)
 
     def flush(self, ranks: Ranks) -> None:
         """Exchange the times of recent steps. Every rank calls it at the same steps."""
@@ -147,10 +153,9 @@ class Observer:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
     def choices(self, made: dict[str, str]) -> None:
-        """What `auto` settings came to, and why: in plan.json and as an event."""
+        """What `auto` settings came to, and why. Rank 0 writes it down for a later start, and as an event."""
         if self.rank == 0:
-            plan = json.loads((self.folder / "plan.json").read_text())
-            write_json(self.folder / "plan.json", {**plan, "choices": made})
+            write_choices(self.folder, made)
             self.event("choices", **made)
 
     def stop_requested(self) -> bool:
@@ -163,6 +168,20 @@ class Observer:
             self._metrics.close()
         if self._tensorboard:
             self._tensorboard.close()
+
+
+def write_choices(folder: Path, made: dict[str, str]) -> None:
+    """In plan.json, which other ranks and a later start read: "yes: …" or "no: …" for each setting."""
+    write_json(folder / PLAN_FILE, {**_plan(folder), "choices": made})
+
+
+def read_choices(folder: Path) -> dict[str, str]:
+    return dict(_plan(folder).get("choices", {}))
+
+
+def _plan(folder: Path) -> dict[str, Any]:
+    path = folder / PLAN_FILE
+    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def _append(path: Path, start: int) -> IO[str]:

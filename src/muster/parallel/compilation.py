@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from muster.data.cache import cache_folder
+from muster.errors import RecipeError
 from muster.recipe.schema import Recipe
 
-WORTH = 200  # optimizer steps that win back the seconds which a first compilation takes
+MIN_STEPS = 200  # optimizer steps that win back the seconds which a first compilation takes
 TASKS = ("causal-lm", "speech-seq2seq")  # whose models were measured to gain
+
+
+class CompilationError(RecipeError):
+    """What is compiled cannot run in this layout."""
 
 
 def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe, str]:
@@ -25,8 +28,10 @@ def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe
         reason = "it gains little on a CPU"
     elif recipe.task not in TASKS:
         reason = f"it gains little in a model of {recipe.task}"
-    elif steps is not None and steps < WORTH:
-        reason = f"a run of {steps} steps is over before it pays; it takes {WORTH}"
+    elif recipe.distributed.pipeline_options.schedule == "zero-bubble":
+        reason = "the zero-bubble schedule splits the backward pass of each block"
+    elif steps is not None and steps < MIN_STEPS:
+        reason = f"a run of {steps} steps is over before it pays; it takes {MIN_STEPS}"
     else:
         return with_compile(recipe, True), "yes: it pays in a run of this length"
     return with_compile(recipe, False), f"no: {reason}"
@@ -47,14 +52,20 @@ def _steps(recipe: Recipe, samples: int | None) -> int | None:
 def compile_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], others: Sequence[str]
 ) -> list[nn.Module]:
-    """The modules that were compiled. Blocks of one class share a compiled graph. It is kept in the user's
-    cache folder, so that the next start takes it from there."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
+    """The modules that were compiled. Blocks of one class share a compiled graph."""
     torch.compiler.set_stance("default")
     compiled = [*blocks, *(m for name, m in model.named_modules() if name in others)]
     for module in compiled:
         module.forward = torch.compile(module.forward)  # type: ignore[method-assign]
     return compiled
+
+
+def is_compiler_error(error: BaseException | None) -> bool:
+    """Of Dynamo, Inductor or Triton; also as the cause of another error."""
+    if error is None:
+        return False
+    homes = ("torch._dynamo.", "torch._inductor.", "triton.")
+    return type(error).__module__.startswith(homes) or is_compiler_error(error.__cause__)
 
 
 def run_uncompiled() -> None:
@@ -67,11 +78,11 @@ def compiler_error(device: torch.device) -> str | None:
     try:
         torch.compile(torch.sin)(torch.ones(64, device=device))
     except Exception as error:
-        return in_short(error)
+        return summary(error)
     return None
 
 
-def in_short(error: Exception) -> str:
+def summary(error: Exception) -> str:
     """Its class and first two lines: the first of a compiler's error may only say which compiler."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:2])}"

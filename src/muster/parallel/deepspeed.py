@@ -23,7 +23,7 @@ from muster.errors import MusterError
 from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
-from muster.parallel.compilation import compile_blocks, run_uncompiled
+from muster.parallel.compilation import CompilationError, compile_blocks
 from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packing_order
 from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
 from muster.parallel.materialise import materialise
@@ -31,8 +31,6 @@ from muster.parallel.mesh import Mesh
 from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
-
-log = logging.getLogger(__name__)
 
 
 def library() -> Any:
@@ -80,8 +78,9 @@ def apply(
             library().zero.register_external_parameter(module, parameter)
     engine = ZeroEngine(model, mesh, config, make_optimizer)
     if mesh.layout.zero < 3 and mesh.device.type == "cuda" and (found := misaligned(compiled)):
-        log.warning("training.compile: %s; the run goes on uncompiled", found)
-        run_uncompiled()
+        raise CompilationError(
+            f"training.compile: {found}; set training.compile=false, or choose zero3 or fsdp"
+        )
     return engine
 
 

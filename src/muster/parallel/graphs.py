@@ -41,10 +41,11 @@ class CapturedGraph:
 
 class Graphs:
     """A shape runs eagerly the first time, which is its warm-up, is captured the second time and replayed
-    from then on. `optional`: shapes go on eagerly where a capture fails."""
+    from then on. Where a capture fails, `failed` is told why, and shapes go on eagerly; without it, the
+    error is raised."""
 
-    def __init__(self, device: torch.device, *, optional: bool = False) -> None:
-        self.device, self.optional = device, optional
+    def __init__(self, device: torch.device, failed: Callable[[str], None] | None = None) -> None:
+        self.device, self.failed = device, failed
         self.stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self.pool = torch.cuda.graph_pool_handle()
         self.seen: set[object] = set()
@@ -74,11 +75,12 @@ class Graphs:
         try:
             self.captured[shape] = self._captured(compute, batch, scale)
         except MusterError as error:
-            if not self.optional:
+            if self.failed is None:
                 raise
             self.closed = True
             self._end_capture()
             log.warning("%s; the run goes on without", error)
+            self.failed(str(error))
         if len(self.captured) == MAX_GRAPHS:
             self.closed = True
             log.warning("%d batch shapes are captured; others run eagerly", MAX_GRAPHS)

@@ -6,7 +6,7 @@ import gc
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +29,8 @@ from muster.train.warm_up import gave_up_compiling, warm_up
 
 log = logging.getLogger(__name__)
 
+COLLECT_EVERY = 50  # steps between collections of garbage; they take milliseconds
+
 
 def train(job: Job) -> int:
     """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
@@ -40,11 +42,17 @@ def train(job: Job) -> int:
     done, saving, late = job.start, job.recipe.checkpoint, _reads_late(job)
     batches = job.loader.steps(job.start, job.steps)
     unread: _Step | None = None
+    before: _Step | None = None  # if nothing else happened since
     with _collected_between_steps():
         for step in range(job.start, job.steps):
             job.profile.begin(step, job.mesh)
-            profiled = step > job.start and job.profile.covers(step - 1)
-            launched = _launch(job, step, batches, None if profiled else unread)
+            if step > job.start and job.profile.covers(step - 1):
+                before = None
+            try:
+                before = launched = _launch(job, step, batches, before)
+            except Exception:
+                _keep_line(job, unread)
+                raise
             if unread is not None:
                 _read(job, unread)
             unread, done = launched, step + 1
@@ -58,7 +66,10 @@ def train(job: Job) -> int:
                 score(job, done, "validation")
             if saves:
                 _save(job, done)
-            if _due(done, job.recipe.logging.every_steps):
+            if evaluates or saves:
+                before = None
+                gc.collect()
+            elif done % COLLECT_EVERY == 0:
                 gc.collect(1)
             if last:
                 break
@@ -67,6 +78,14 @@ def train(job: Job) -> int:
     job.observer.flush(job.mesh)
     job.checkpoints.wait()
     return done
+
+
+def _keep_line(job: Job, unread: _Step | None) -> None:
+    """The metrics of a step that was not read yet when the next one failed; without the other ranks, which
+    may not have failed."""
+    if unread is not None:
+        with suppress(Exception):  # the device may be gone
+            job.observer.write(_record(job, unread))
 
 
 def _reads_late(job: Job) -> bool:
@@ -108,6 +127,7 @@ class _Step:
     agreed: DeviceTimestamp  # all ranks have loaded their data
     ready: DeviceTimestamp  # this rank's gradients are computed
     synced: DeviceTimestamp  # those of all ranks are summed
+    summed: DeviceTimestamp  # and their losses
     end: DeviceTimestamp
 
 
@@ -134,6 +154,7 @@ def _launch(job: Job, step: int, batches: Iterator[list[Batch]], before: _Step |
 
     beat("optimizer step")
     loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
+    summed = DeviceTimestamp(mesh.device)
     lr = learning_rate(training, step, job.steps)
     with memory.oom_context(job, step, "optimizer step"):
         norm = job.engine.grad_norm(job.scale.value)
@@ -157,6 +178,7 @@ def _launch(job: Job, step: int, batches: Iterator[list[Batch]], before: _Step |
         agreed=agreed,
         ready=ready,
         synced=synced,
+        summed=summed,
         end=DeviceTimestamp(mesh.device),
     )
 
@@ -164,32 +186,36 @@ def _launch(job: Job, step: int, batches: Iterator[list[Batch]], before: _Step |
 def _read(job: Job, launched: _Step) -> None:
     """Wait for the step's results: its line in the metrics, and what was not finite."""
     beat("waiting for the device")
-    step_time = launched.begin.until(launched.end)
-    step, (loss, grad_norm) = launched.step, launched.results.tolist()
-    finite = math.isfinite(loss) and math.isfinite(grad_norm)
-    exposed = max(0.0, launched.ready.until(launched.synced))
-    job.observer.step(
-        StepRecord(
-            step=step + 1,
-            epoch=job.loader.plan.epoch_of(step),
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=launched.lr,
-            samples=launched.samples,
-            step_time_s=step_time,
-            data_wait_s=launched.waiting.until(launched.loaded),
-            comm_wait_s=exposed + launched.loaded.until(launched.agreed),
-            compute_s=max(0.0, launched.agreed.until(launched.synced) - exposed),
-            filled=launched.filled,
-            cells=launched.cells,
-            amounts=launched.amounts,
-            skipped=not finite,
-            profiled=job.profile.covers(step),
-        ),
-        job.mesh,
-    )
-    _check_finite(job, launched, finite)
+    record = _record(job, launched)
+    job.observer.step(record, job.mesh)
+    _check_finite(job, launched, not record.skipped)
     job.checkpoints.check()
+
+
+def _record(job: Job, launched: _Step) -> StepRecord:
+    step_time = launched.begin.until(launched.end)  # from here on the results are on the host
+    step, (loss, grad_norm) = launched.step, launched.results.tolist()
+    exposed = waited = 0.0
+    if job.mesh.world > 1:
+        exposed = max(0.0, launched.ready.until(launched.synced))
+        waited = launched.loaded.until(launched.agreed) + launched.synced.until(launched.summed)
+    return StepRecord(
+        step=step + 1,
+        epoch=job.loader.plan.epoch_of(step),
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=launched.lr,
+        samples=launched.samples,
+        step_time_s=step_time,
+        data_wait_s=launched.waiting.until(launched.loaded),
+        comm_wait_s=exposed + waited,
+        compute_s=max(0.0, launched.agreed.until(launched.synced) - exposed),
+        filled=launched.filled,
+        cells=launched.cells,
+        amounts=launched.amounts,
+        skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
+        profiled=job.profile.covers(step),
+    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from muster.errors import MemoryLimitError, MusterError
+from muster.errors import MemoryLimitError, MusterError, StartAgain
 from muster.observe.memory import budget, largest, out_of_memory, wanted
 from muster.observe.results import write_json
 from muster.parallel.engine import TorchEngine
@@ -33,10 +33,6 @@ from muster.train.job import Job
 log = logging.getLogger(__name__)
 
 NOTE = "shrink.json"
-
-
-class StartSmaller(MemoryLimitError):
-    """All ranks must restart with the smaller micro-batch in shrink.json."""
 
 
 @contextmanager
@@ -70,7 +66,7 @@ def shrink_or_raise(job: Job, step: int, error: Exception, *, ahead: bool = Fals
     note = _write_note(job, when, phase, smaller, restart=not single)
     log.warning("%s %s", description, note["words"])
     if not single:
-        raise StartSmaller(
+        raise StartAgain(
             f"{description} After the restart, micro-batches have {smaller} sample(s)."
         )
     job.loader.accumulation = note["accumulation"]

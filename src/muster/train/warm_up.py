@@ -11,13 +11,15 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.data.loader import Batch
-from muster.errors import MusterError
+from muster.errors import StartAgain
 from muster.observe.memory import out_of_memory
+from muster.observe.observer import write_choices
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
 from muster.parallel.engine import TorchEngine
@@ -58,7 +60,10 @@ def warm_up(job: Job) -> None:
 
 def _try_costliest(job: Job) -> None:
     """Until it fits."""
-    step, done = job.loader.costliest(job.start, job.steps), False
+    start = (
+        0 if job.compiled else job.start
+    )  # the shape that is compiled first, also after a resume
+    step, done = job.loader.costliest(start, job.steps), False
     while not done:
         batches = job.loader.micro_batches(step)
         if job.mesh.layout.pipeline == 1:
@@ -67,26 +72,29 @@ def _try_costliest(job: Job) -> None:
             _gradients(job, batches)
             done = True
         except Exception as error:
-            if not gave_up_compiling(job, error, first=True):
+            if not gave_up_compiling(job, error):
                 memory.shrink_or_raise(job, step, error, ahead=True)
         memory.recover(job)
 
 
-def gave_up_compiling(job: Job, error: Exception, *, first: bool = False) -> bool:
-    """Whether what ended with `error` shall be repeated, uncompiled from now on. When a model runs for the
-    `first` time, anything but out of memory may be the compiler's fault."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    if not (job.compiled and job.compilation_optional):
+def gave_up_compiling(job: Job, error: Exception) -> bool:
+    """Whether what ended with `error` shall be repeated, uncompiled from now on. Several ranks start again:
+    the others already wait for this one in a collective."""
+    if not (job.compiled and job.compilation_optional) or out_of_memory(error):
         return False
-    suspect = isinstance(error, TorchDynamoException) or first
-    if not suspect or out_of_memory(error) or isinstance(error, MusterError):
+    if not compilation.is_compiler_error(error):
         return False
+    reason = compilation.summary(error)
+    log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
+    job.choices["compile"] = f"no: it failed ({reason})"
+    if job.mesh.world > 1:
+        write_choices(job.observer.folder, job.choices)
+        raise StartAgain(
+            f"training.compile: {reason}; after the restart, nothing is compiled"
+        ) from error
     job.compiled = False
     compilation.run_uncompiled()
-    reason = compilation.in_short(error)
-    job.choices["compile"] = f"no: it failed ({reason})"
-    log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
+    job.observer.choices(job.choices)
     return True
 
 
@@ -96,21 +104,27 @@ def _gradients(job: Job, batches: Sequence[Batch]) -> None:
 
 
 def _choose_graphs(job: Job, engine: TorchEngine) -> None:
-    asked, device = job.recipe.training.cuda_graphs, job.mesh.device
-    if not asked:
-        used, reason = False, "the recipe says so"
-    elif asked == "auto":
-        used, reason = _graphs_pay(job)
+    """As at the first start of the run, which measured it."""
+    asked, optional = job.recipe.training.cuda_graphs, False
+    if asked != "auto":
+        job.choices["cuda_graphs"] = f"{'yes' if asked else 'no'}: the recipe says so"
     else:
-        used, reason = True, "the recipe says so"
-    job.choices["cuda_graphs"] = f"{'yes' if used else 'no'}: {reason}"
-    if used:
-        engine.graphs = Graphs(device, optional=asked == "auto")
+        optional, problem = True, no_graphs(job.recipe, job.mesh.layout)
+        if problem or "cuda_graphs" not in job.choices:
+            used, reason = (False, problem) if problem else _graphs_pay(job)
+            job.choices["cuda_graphs"] = f"{'yes' if used else 'no'}: {reason}"
+    if job.choices["cuda_graphs"].startswith("yes"):
+        engine.graphs = Graphs(
+            job.mesh.device, partial(_note_failed_capture, job) if optional else None
+        )
+
+
+def _note_failed_capture(job: Job, reason: str) -> None:
+    job.choices["cuda_graphs"] = f"no: {reason}"
+    job.observer.choices(job.choices)
 
 
 def _graphs_pay(job: Job) -> tuple[bool, str]:
-    if problem := no_graphs(job.recipe, job.mesh.layout):
-        return False, problem
     if job.mesh.world > 1:
         return False, "with several ranks, only where the recipe asks for them"
     host, device = _launch_times(job)
@@ -122,8 +136,8 @@ def _graphs_pay(job: Job) -> tuple[bool, str]:
 
 
 def _launch_times(job: Job) -> tuple[float, float]:
-    """Seconds until the host has launched an average micro-batch, and until the device has computed it."""
-    batches = job.loader.micro_batches(job.loader.average(job.start, job.steps))[:1]
+    """Seconds until the host has launched a micro-batch of median length, and until the device has computed it."""
+    batches = job.loader.micro_batches(job.loader.median(job.start, job.steps))[:1]
     _gradients(job, batches)  # its shape may be new, and is compiled
     torch.cuda.synchronize(job.mesh.device)
     begin, device = time.perf_counter(), DeviceTimestamp(job.mesh.device)

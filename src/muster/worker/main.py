@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from muster import runs
-from muster.errors import SHRINK, LaunchError
+from muster.errors import AGAIN, LaunchError, StartAgain
 from muster.launch import cluster
 from muster.launch.cluster import RankInfo
 from muster.launch.join import join
@@ -34,7 +34,6 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.schema import Recipe
-from muster.train import memory
 from muster.train.loop import train
 from muster.worker.prepare import open_task, prepare
 from muster.worker.results import finish
@@ -63,7 +62,7 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
         results = finish(job, run, train(job))
     except BaseException as error:
         record_error(run.path, rank_info.rank, error)
-        if not isinstance(error, memory.StartSmaller):
+        if not isinstance(error, StartAgain):
             heartbeat.failed(error)
         raise
     job.observer.close()
@@ -149,5 +148,5 @@ def main(folder: str) -> None:
         run_process(recipe, rank_info, run, claim)
     except BaseException as error:
         record_error(run.path, rank_info.rank, error)
-        code = SHRINK if isinstance(error, memory.StartSmaller) else 1
+        code = AGAIN if isinstance(error, StartAgain) else 1
     exit_without_cleanup(code)

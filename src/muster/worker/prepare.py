@@ -14,14 +14,15 @@ import torch
 from muster import runs
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
-from muster.errors import DataError, RecipeError
+from muster.errors import DataError, RecipeError, StartAgain
 from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
-from muster.observe.observer import Observer
+from muster.observe.observer import Observer, read_choices, write_choices
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
 from muster.parallel import compilation
 from muster.parallel.apply import apply
+from muster.parallel.compilation import CompilationError, with_compile
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
 from muster.parallel.layout import Layout, layout_for
@@ -51,13 +52,21 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
     optional = recipe.training.compile == "auto"
-    recipe, compiled = _choose_compilation(recipe, len(source), mesh)
+    choices = mesh.gather(read_choices(run.path))[0]
+    recipe, reason = _choose_compilation(recipe, len(source), mesh, choices.get("compile"))
+    choices["compile"] = reason
     decision = decide(recipe, task, source, mesh, precision)
     mesh = mesh.with_layout(decision.layout)
     pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
     sizes = memory.shrunk_sizes(decision.sizes, mesh, run.path, pieces)
     loader = open_data(recipe, task, source, mesh, sizes, pieces)
-    engine = build_engine(recipe, task, mesh, sizes, precision, run)
+    try:
+        engine = build_engine(recipe, task, mesh, sizes, precision, run)
+    except CompilationError as error:  # on all ranks
+        if not optional:
+            raise
+        write_choices(run.path, {**choices, "compile": f"no: {error}"})
+        raise StartAgain(f"{error}; after the restart, nothing is compiled") from error
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
     observer = Observer(
@@ -68,7 +77,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         start=resumed.step,
     )
     parameters = parameter_count(task)
-    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, decision.expected)
+    expected = decision.expected
+    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, expected, choices)
     if resumed.saved or resumed.passed_over:
         path, passed_over = str(resumed.saved and resumed.saved.path), resumed.passed_over
         observer.event("resumed", step=resumed.step, path=path, passed_over=passed_over)
@@ -95,24 +105,28 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         start=resumed.step,
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
-        choices={"compile": compiled},
+        choices=choices,
         compiled=recipe.training.compile is True,
         compilation_optional=optional,
         profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
     )
 
 
-def _choose_compilation(recipe: Recipe, samples: int, mesh: Mesh) -> tuple[Recipe, str]:
-    """Of several ranks all compile, or none: a rank that cannot would leave the others waiting for it."""
-    chosen, reason = compilation.choose(recipe, samples, on_gpu=mesh.device.type == "cuda")
-    if recipe.training.compile != "auto" or chosen.training.compile is False or mesh.world == 1:
-        return chosen, reason
-    errors = mesh.gather(compilation.compiler_error(mesh.device))
-    for rank, error in enumerate(errors):
+def _choose_compilation(
+    recipe: Recipe, samples: int, mesh: Mesh, earlier: str | None
+) -> tuple[Recipe, str]:
+    """As at the run's first start, if there was one. Of several ranks all compile, or none: a rank that
+    cannot would leave the others waiting for it."""
+    on_gpu, optional = mesh.device.type == "cuda", recipe.training.compile == "auto"
+    if optional and earlier and on_gpu:
+        return with_compile(recipe, earlier.startswith("yes")), earlier
+    recipe, reason = compilation.choose(recipe, samples, on_gpu=on_gpu)
+    if not optional or recipe.training.compile is False or mesh.world == 1:
+        return recipe, reason
+    for rank, error in enumerate(mesh.gather(compilation.compiler_error(mesh.device))):
         if error:
-            reason = f"no: rank {rank} cannot compile ({error})"
-            return compilation.with_compile(recipe, False), reason
-    return chosen, reason
+            return with_compile(recipe, False), f"no: rank {rank} cannot compile ({error})"
+    return recipe, reason
 
 
 def open_data(

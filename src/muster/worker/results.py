@@ -33,6 +33,7 @@ def write_plan(
     precision: str,
     parameters: int,
     promised: dict[str, Any],
+    choices: dict[str, str],
 ) -> None:
     """plan.json and environment.json: what was planned, what was found."""
     devices = mesh.gather(_device_name(mesh))
@@ -53,6 +54,7 @@ def write_plan(
             "parameters": parameters,
             "precision": precision,
             "ranks_per_gpu": mesh.ranks_per_gpu,
+            "choices": choices if mesh.device.type == "cuda" else {},
             **promised,
         },
     )

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.attention import Cache, project_jointly
+from muster.models.attention import Cache
 from muster.models.configs import WhisperConfig
 from muster.models.decoder import Part, TiedHead
 from muster.models.gpu_kernels import residual_stream
@@ -54,26 +54,23 @@ class WhisperAttention(nn.Module):
     ) -> Tensor:
         """x [batch, time, width] attends to itself, or to `encoded` [batch, source, width]. The
         number of heads is read off the projections: a rank may hold some of them."""
-        if encoded is None:
-            q, k, v = self._project(x, self.q_proj, self.k_proj, self.v_proj)
-            if cache is not None:
-                k, v = cache.append(self.layer, k, v)
-        elif cache is not None and self.layer in cache.encoded:
-            (q,), (k, v) = self._project(x, self.q_proj), cache.encoded[self.layer]
+        q = self._heads(self.q_proj(x))
+        if cache is not None and encoded is not None and self.layer in cache.encoded:
+            k, v = cache.encoded[self.layer]
         else:
-            (q,) = self._project(x, self.q_proj)
-            k, v = self._project(encoded, self.k_proj, self.v_proj)
-            if cache is not None:
+            source = x if encoded is None else encoded
+            k, v = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
+            if cache is not None and encoded is not None:
                 cache.encoded[self.layer] = (k, v)
+            elif cache is not None:
+                k, v = cache.append(self.layer, k, v)
         if cache is not None:  # one new token sees all that came before it
             causal = causal and q.shape[2] > 1
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _project(self, x: Tensor, *layers: nn.Module) -> list[Tensor]:
-        """[batch, heads, time, size] of each layer."""
-        size = self.head_size
-        return [y.unflatten(-1, (-1, size)).transpose(1, 2) for y in project_jointly(x, layers)]
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
 class WhisperEncoderLayer(nn.Module):
@@ -141,8 +138,7 @@ class WhisperEncoder(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.part.first:
-            x = self._embed(x)
+        x = residual_stream(self._embed(x) if self.part.first else x)
         for layer in self.layers.values():
             x = layer(x)
         return self.layer_norm(x) if self.layer_norm is not None else x
@@ -153,7 +149,7 @@ class WhisperEncoder(nn.Module):
             raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
         x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
         x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
-        return drop(self, residual_stream(x))
+        return drop(self, x)
 
 
 class WhisperDecoder(nn.Module):
@@ -176,14 +172,14 @@ class WhisperDecoder(nn.Module):
     def forward(self, x: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
         if self.part.first:
             x = self._embed(x, cache.length if cache is not None else 0)
+        x, encoded = residual_stream(x), residual_stream(encoded)
         for layer in self.layers.values():
             x = layer(x, encoded, cache)
         return self.layer_norm(x) if self.layer_norm is not None else x
 
     def _embed(self, tokens: Tensor, past: int) -> Tensor:
         positions = torch.arange(past, past + tokens.shape[1], device=tokens.device)
-        x = self.embed_tokens(tokens) + self.embed_positions(positions)
-        return drop(self, residual_stream(x))
+        return drop(self, self.embed_tokens(tokens) + self.embed_positions(positions))
 
 
 class Whisper(nn.Module):
