@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 
+import setproctitle
+
 from muster.errors import LaunchError
 
 
@@ -58,6 +60,8 @@ def wait_for_order(channel_number: int) -> list[str] | None:
             return None
         with channel.makefile("rb") as stream:
             order = json.loads(stream.read(int.from_bytes(size)))
+    # Before the environment changes: the title is found and written beside it.
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", "muster.launch.local", *order["arguments"]]))
     os.environ.clear()
     os.environ.update(order["environment"])
     out, *claim = files
