@@ -61,7 +61,9 @@ def wait_for_order(channel_number: int) -> list[str] | None:
         with channel.makefile("rb") as stream:
             order = json.loads(stream.read(int.from_bytes(size)))
     # Before the environment changes: the title is found and written beside it.
-    setproctitle.setproctitle(" ".join([sys.executable, "-m", "muster.launch.local", *order["arguments"]]))
+    setproctitle.setproctitle(
+        " ".join([sys.executable, "-m", "muster.launch.local", *order["arguments"]])
+    )
     os.environ.clear()
     os.environ.update(order["environment"])
     out, *claim = files
