@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from muster.observe.observer import read_choices
+from muster.observe.choices import Choice, read_choices
 from muster.observe.results import read_lines
 from muster.parallel import compilation
-from muster.parallel.compilation import with_compile
 from muster.recipe.load import load
 from muster.train import warm_up
 from muster.train.loop import train
@@ -30,9 +29,7 @@ def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
     """What became of compilation, and the losses. Where it is chosen, every graph fails to compile."""
     with pytest.MonkeyPatch.context() as patch:
         if compiled:
-            patch.setattr(
-                compilation, "choose", lambda recipe, *_, **__: (with_compile(recipe, True), "")
-            )
+            patch.setattr(compilation, "choose", lambda recipe, *_, **__: Choice(True, ""))
             patch.setattr(compilation, "compiler_error", lambda device: None)
             patch.setattr(torch, "compile", partial(torch.compile, backend=cannot_compile))
         job = make_job(
@@ -40,7 +37,9 @@ def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
         )
         train(job)
     job.observer.close()
-    return job.choices["compile"], [x["loss"] for x in read_lines(Path(folder) / "metrics.jsonl")]
+    return str(job.choices["compile"]), [
+        x["loss"] for x in read_lines(Path(folder) / "metrics.jsonl")
+    ]
 
 
 def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
@@ -57,18 +56,19 @@ def test_several_ranks_start_again_where_one_cannot_compile(ranks, tmp_path):
     with pytest.raises(RankError) as failure:
         ranks(2)(course, str(tmp_path), True)
     assert failure.value.kind == "StartAgain"
-    assert read_choices(tmp_path)["compile"].startswith("no: it failed (BackendCompilerFailed: ")
+    kept = read_choices(tmp_path)["compile"]
+    assert not kept.used
+    assert kept.reason.startswith("it failed (BackendCompilerFailed: ")
 
 
-@pytest.mark.parametrize("earlier", ["yes: it pays", "no: it failed"])
+@pytest.mark.parametrize("earlier", [Choice(True, "it pays"), Choice(False, "it failed")])
 def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), world=2)
     for steps in (100, 1000):
         recipe = load("gpt2", [f"training.steps={steps}"])
-        chosen, reason = prepare._choose_compilation(recipe, 10, mesh, earlier)
-        assert (chosen.training.compile, reason) == (earlier.startswith("yes"), earlier)
+        assert prepare._choose_compilation(recipe, 10, mesh, earlier) == earlier
     recipe = load("gpt2", ["training.compile=false"])
-    assert prepare._choose_compilation(recipe, 10, mesh, earlier)[0].training.compile is False
+    assert not prepare._choose_compilation(recipe, 10, mesh, earlier).used
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
     ],
 )
 def test_compilation_is_chosen_where_it_pays(recipe, words, samples, on_gpu, answer, reason):
-    chosen, said = compilation.choose(load(recipe, words), samples, on_gpu=on_gpu)
-    assert chosen.training.compile == answer
-    assert said.startswith(reason)
+    chosen = compilation.choose(load(recipe, words), samples, on_gpu=on_gpu)
+    assert chosen.used == answer
+    assert str(chosen).startswith(reason)
 
 
 @pytest.mark.gpu
@@ -123,7 +123,7 @@ def graphs(mesh, folder: str, words: list[str]) -> tuple[str, int | None]:
     train(job)
     job.observer.close()
     found = job.engine.graphs  # type: ignore[attr-defined]
-    return job.choices["cuda_graphs"], found and len(found.captured)
+    return str(job.choices["cuda_graphs"]), found and len(found.captured)
 
 
 @pytest.mark.gpu

@@ -14,9 +14,8 @@ import torch
 
 from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
-from muster.observe.results import STOP_FILE, write_json
-
-PLAN_FILE = "plan.json"
+from muster.observe.choices import Choice, write_choices
+from muster.observe.results import STOP_FILE
 
 
 class Ranks(Protocol):
@@ -152,11 +151,11 @@ class Observer:
             with (self.folder / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
-    def choices(self, made: dict[str, str]) -> None:
-        """What `auto` settings came to, and why. Rank 0 writes it down for a later start, and as an event."""
+    def choices(self, made: dict[str, Choice]) -> None:
+        """Rank 0 writes them down for a later start, and as an event."""
         if self.rank == 0:
             write_choices(self.folder, made)
-            self.event("choices", **made)
+            self.event("choices", **{name: str(choice) for name, choice in made.items()})
 
     def stop_requested(self) -> bool:
         """By `muster stop`, or by a signal to this rank."""
@@ -168,20 +167,6 @@ class Observer:
             self._metrics.close()
         if self._tensorboard:
             self._tensorboard.close()
-
-
-def write_choices(folder: Path, made: dict[str, str]) -> None:
-    """In plan.json, which other ranks and a later start read: "yes: …" or "no: …" for each setting."""
-    write_json(folder / PLAN_FILE, {**_plan(folder), "choices": made})
-
-
-def read_choices(folder: Path) -> dict[str, str]:
-    return dict(_plan(folder).get("choices", {}))
-
-
-def _plan(folder: Path) -> dict[str, Any]:
-    path = folder / PLAN_FILE
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
 
 
 def _append(path: Path, start: int) -> IO[str]:

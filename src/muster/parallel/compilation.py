@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from muster.errors import RecipeError
+from muster.observe.choices import Choice
 from muster.recipe.schema import Recipe
 
 MIN_STEPS = 200  # optimizer steps that win back the seconds which a first compilation takes
@@ -18,12 +19,11 @@ class CompilationError(RecipeError):
     """What is compiled cannot run in this layout."""
 
 
-def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe, str]:
-    """The recipe with `training.compile: auto` as true or false, and the reason in words. The whole run
-    counts, so that a resumed one chooses the same. `samples`: in an epoch, None if not known."""
+def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> Choice:
+    """Whether the model is compiled. `samples`: in an epoch, None if not known."""
     asked, steps = recipe.training.compile, _steps(recipe, samples)
     if asked != "auto":
-        return recipe, f"{'yes' if asked else 'no'}: the recipe says so"
+        return Choice.of_recipe(asked)
     if not on_gpu:
         reason = "it gains little on a CPU"
     elif recipe.task not in TASKS:
@@ -33,8 +33,8 @@ def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> tuple[Recipe
     elif steps is not None and steps < MIN_STEPS:
         reason = f"a run of {steps} steps is over before it pays; it takes {MIN_STEPS}"
     else:
-        return with_compile(recipe, True), "yes: it pays in a run of this length"
-    return with_compile(recipe, False), f"no: {reason}"
+        return Choice(True, "it pays in a run of this length")
+    return Choice(False, reason)
 
 
 def with_compile(recipe: Recipe, compiled: bool) -> Recipe:

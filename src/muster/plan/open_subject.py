@@ -8,7 +8,7 @@ from typing import Any
 from muster.errors import DataError
 from muster.models.configs import MnistNetConfig
 from muster.models.presets import PRESETS
-from muster.parallel.compilation import choose
+from muster.parallel.compilation import choose, with_compile
 from muster.plan.subject import Subject
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
@@ -33,13 +33,13 @@ def open_subject(recipe: Recipe) -> Subject:
     if recipe.task != "causal-lm":
         with suppress(DataError):
             source = task.source("train")
-    recipe, _ = choose(recipe, len(source) if source else None, on_gpu=True)
-    return Subject(recipe, task, source)
+    compiled = choose(recipe, len(source) if source else None, on_gpu=True).used
+    return Subject(with_compile(recipe, compiled), task, source)
 
 
 def _images(recipe: Recipe) -> Subject:
     """The number of outputs is the number of classes in the data."""
-    recipe, _ = choose(recipe, None, on_gpu=True)
+    recipe = with_compile(recipe, choose(recipe, None, on_gpu=True).used)
     try:
         task = build_task(recipe)
         return Subject(recipe, task, task.source("train"))

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from muster.data.loader import Batch, Loader
+from muster.observe.choices import Choice
 from muster.observe.heartbeat import beat
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
@@ -39,9 +40,7 @@ class Job:
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
     profile: Profile = field(default_factory=Profile)
-    choices: dict[str, str] = field(default_factory=dict)  # what `auto` came to, and why
-    compiled: bool = False
-    compilation_optional: bool = False  # the run goes on without, should it fail
+    choices: dict[str, Choice] = field(default_factory=dict)
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
 
     @property
@@ -51,6 +50,10 @@ class Job:
         slots = self.loader.ranks * self.loader.accumulation
         per_device = math.ceil(self.recipe.training.global_batch_size / slots)
         return asked if isinstance(asked, int) else min(MAX_EVALUATION_BATCH, per_device)
+
+    @property
+    def compiled(self) -> bool:
+        return "compile" in self.choices and self.choices["compile"].used
 
     @cached_property
     def functions(self) -> StepFunctions:

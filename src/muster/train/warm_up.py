@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.data.loader import Batch
 from muster.errors import StartAgain
+from muster.observe.choices import Choice, write_choices
 from muster.observe.memory import out_of_memory
-from muster.observe.observer import write_choices
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
 from muster.parallel.engine import TorchEngine
@@ -80,19 +80,18 @@ def _try_costliest(job: Job) -> None:
 def gave_up_compiling(job: Job, error: Exception) -> bool:
     """Whether what ended with `error` shall be repeated, uncompiled from now on. Several ranks start again:
     the others already wait for this one in a collective."""
-    if not (job.compiled and job.compilation_optional) or out_of_memory(error):
+    if not (job.compiled and job.choices["compile"].auto):
         return False
-    if not compilation.is_compiler_error(error):
+    if out_of_memory(error) or not compilation.is_compiler_error(error):
         return False
     reason = compilation.summary(error)
     log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
-    job.choices["compile"] = f"no: it failed ({reason})"
+    job.choices["compile"] = Choice(False, f"it failed ({reason})")
     if job.mesh.world > 1:
         write_choices(job.observer.folder, job.choices)
         raise StartAgain(
             f"training.compile: {reason}; after the restart, nothing is compiled"
         ) from error
-    job.compiled = False
     compilation.run_uncompiled()
     job.observer.choices(job.choices)
     return True
@@ -105,34 +104,33 @@ def _gradients(job: Job, batches: Sequence[Batch]) -> None:
 
 def _choose_graphs(job: Job, engine: TorchEngine) -> None:
     """As at the first start of the run, which measured it."""
-    asked, optional = job.recipe.training.cuda_graphs, False
+    asked, chosen = job.recipe.training.cuda_graphs, job.choices.get("cuda_graphs")
     if asked != "auto":
-        job.choices["cuda_graphs"] = f"{'yes' if asked else 'no'}: the recipe says so"
-    else:
-        optional, problem = True, no_graphs(job.recipe, job.mesh.layout)
-        if problem or "cuda_graphs" not in job.choices:
-            used, reason = (False, problem) if problem else _graphs_pay(job)
-            job.choices["cuda_graphs"] = f"{'yes' if used else 'no'}: {reason}"
-    if job.choices["cuda_graphs"].startswith("yes"):
-        engine.graphs = Graphs(
-            job.mesh.device, partial(_note_failed_capture, job) if optional else None
-        )
+        chosen = Choice.of_recipe(asked)
+    elif problem := no_graphs(job.recipe, job.mesh.layout):
+        chosen = Choice(False, problem)
+    elif chosen is None:
+        chosen = _graphs_pay(job)
+    job.choices["cuda_graphs"] = chosen
+    if chosen.used:
+        failed = partial(_note_failed_capture, job) if chosen.auto else None
+        engine.graphs = Graphs(job.mesh.device, failed)
 
 
 def _note_failed_capture(job: Job, reason: str) -> None:
-    job.choices["cuda_graphs"] = f"no: {reason}"
+    job.choices["cuda_graphs"] = Choice(False, reason)
     job.observer.choices(job.choices)
 
 
-def _graphs_pay(job: Job) -> tuple[bool, str]:
+def _graphs_pay(job: Job) -> Choice:
     if job.mesh.world > 1:
-        return False, "with several ranks, only where the recipe asks for them"
+        return Choice(False, "with several ranks, only where the recipe asks for them")
     host, device = _launch_times(job)
     share, memory_share = host / device, _memory_share(job)
     reason = f"the host takes {min(share, 1):.0%} of a micro-batch's time to launch it"
     if share >= LAUNCH_BOUND and memory_share > GRAPH_MEMORY:
-        return False, f"{reason}, but {memory_share:.0%} of the memory is in use"
-    return share >= LAUNCH_BOUND, reason
+        return Choice(False, f"{reason}, but {memory_share:.0%} of the memory is in use")
+    return Choice(share >= LAUNCH_BOUND, reason)
 
 
 def _launch_times(job: Job) -> tuple[float, float]:

@@ -17,12 +17,13 @@ from muster.data.loader import Loader, Source
 from muster.errors import DataError, RecipeError, StartAgain
 from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
-from muster.observe.observer import Observer, read_choices, write_choices
+from muster.observe.choices import Choice, read_choices, write_choices
+from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
 from muster.parallel import compilation
 from muster.parallel.apply import apply
-from muster.parallel.compilation import CompilationError, with_compile
+from muster.parallel.compilation import CompilationError
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
 from muster.parallel.layout import Layout, layout_for
@@ -51,10 +52,10 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     precision = shared_precision(recipe.training.precision, mesh)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
-    optional = recipe.training.compile == "auto"
     choices = mesh.gather(read_choices(run.path))[0]
-    recipe, reason = _choose_compilation(recipe, len(source), mesh, choices.get("compile"))
-    choices["compile"] = reason
+    compiled = _choose_compilation(recipe, len(source), mesh, choices.get("compile"))
+    choices["compile"] = compiled
+    recipe = compilation.with_compile(recipe, compiled.used)
     decision = decide(recipe, task, source, mesh, precision)
     mesh = mesh.with_layout(decision.layout)
     pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
@@ -63,9 +64,9 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     try:
         engine = build_engine(recipe, task, mesh, sizes, precision, run)
     except CompilationError as error:  # on all ranks
-        if not optional:
+        if not compiled.auto:
             raise
-        write_choices(run.path, {**choices, "compile": f"no: {error}"})
+        write_choices(run.path, {**choices, "compile": Choice(False, str(error))})
         raise StartAgain(f"{error}; after the restart, nothing is compiled") from error
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
@@ -106,27 +107,23 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
         choices=choices,
-        compiled=recipe.training.compile is True,
-        compilation_optional=optional,
         profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
     )
 
 
-def _choose_compilation(
-    recipe: Recipe, samples: int, mesh: Mesh, earlier: str | None
-) -> tuple[Recipe, str]:
+def _choose_compilation(recipe: Recipe, samples: int, mesh: Mesh, earlier: Choice | None) -> Choice:
     """As at the run's first start, if there was one. Of several ranks all compile, or none: a rank that
     cannot would leave the others waiting for it."""
-    on_gpu, optional = mesh.device.type == "cuda", recipe.training.compile == "auto"
-    if optional and earlier and on_gpu:
-        return with_compile(recipe, earlier.startswith("yes")), earlier
-    recipe, reason = compilation.choose(recipe, samples, on_gpu=on_gpu)
-    if not optional or recipe.training.compile is False or mesh.world == 1:
-        return recipe, reason
+    on_gpu = mesh.device.type == "cuda"
+    if recipe.training.compile == "auto" and earlier and on_gpu:
+        return earlier
+    chosen = compilation.choose(recipe, samples, on_gpu=on_gpu)
+    if not (chosen.used and chosen.auto) or mesh.world == 1:
+        return chosen
     for rank, error in enumerate(mesh.gather(compilation.compiler_error(mesh.device))):
         if error:
-            return with_compile(recipe, False), f"no: rank {rank} cannot compile ({error})"
-    return recipe, reason
+            return Choice(False, f"rank {rank} cannot compile ({error})")
+    return chosen
 
 
 def open_data(

@@ -14,6 +14,7 @@ import torch
 from muster import __version__, runs
 from muster.data.batches import BatchPlan
 from muster.hardware import rehearsal
+from muster.observe.choices import PLAN_FILE, Choice, to_json
 from muster.observe.observer import memory_gib
 from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
@@ -33,14 +34,14 @@ def write_plan(
     precision: str,
     parameters: int,
     promised: dict[str, Any],
-    choices: dict[str, str],
+    choices: dict[str, Choice],
 ) -> None:
     """plan.json and environment.json: what was planned, what was found."""
     devices = mesh.gather(_device_name(mesh))
     if not mesh.first:
         return
     write_json(
-        run.path / "plan.json",
+        run.path / PLAN_FILE,
         {
             "strategy": strategy_name(mesh.layout),
             "layout": vars(mesh.layout),
@@ -54,7 +55,7 @@ def write_plan(
             "parameters": parameters,
             "precision": precision,
             "ranks_per_gpu": mesh.ranks_per_gpu,
-            "choices": choices if mesh.device.type == "cuda" else {},
+            "choices": to_json(choices) if mesh.device.type == "cuda" else {},
             **promised,
         },
     )
@@ -119,7 +120,7 @@ def write_results(
 
 def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
     """The contents of training_results.json without the scores."""
-    planned = json.loads((run.path / "plan.json").read_text())
+    planned = json.loads((run.path / PLAN_FILE).read_text())
     environment = json.loads((run.path / "environment.json").read_text())
     metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
     events = read_lines(run.path / "events.jsonl")
