@@ -112,9 +112,9 @@ def test_graphs_are_taken_where_kernels_wait_for_the_host(ranks, tmp_path):
     wide = ["model.preset=gpt2", "data.sequence_length=1024", "training.global_batch_size=32"]
     ((small, captured),) = ranks(1)(graphs, str(tmp_path / "small"), words)
     ((large, plain),) = ranks(1)(graphs, str(tmp_path / "large"), [*words, *wide])
-    assert small.startswith("yes: the host takes ")
+    assert small.startswith("yes: a micro-batch takes ")
     assert captured == 1
-    assert large.startswith("no: the host takes ")
+    assert large.startswith("no: a micro-batch takes ")
     assert plain is None
 
 
@@ -158,7 +158,7 @@ def replayed(mesh, folder: str, asked: str, broken: bool) -> tuple[list[float], 
         if broken:
             right = job.task.loss
             job.task.loss = lambda output, batch: _synchronized(right(output, batch))
-            patch.setattr(warm_up, "_graphs_pay", lambda job: (True, "a test"))
+            patch.setattr(warm_up, "_try_graphs", lambda job, engine: Choice(True, "a test"))
         train(job)
     job.observer.close()
     mesh.barrier()

@@ -37,7 +37,9 @@ def write_choices(folder: Path, made: dict[str, Choice]) -> None:
 
 
 def read_choices(folder: Path) -> dict[str, Choice]:
-    return {name: Choice(**kept) for name, kept in _plan(folder).get("choices", {}).items()}
+    """Those that `auto` made."""
+    kept = {name: Choice(**values) for name, values in _plan(folder).get("choices", {}).items()}
+    return {name: choice for name, choice in kept.items() if choice.auto}
 
 
 def _plan(folder: Path) -> dict[str, Any]:

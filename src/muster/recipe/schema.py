@@ -133,8 +133,7 @@ class Training(Section):
     cuda_graphs: bool | Literal["auto"] = free(
         "auto",
         description="Capture a CUDA graph for each batch shape and replay it. `auto`: language models and "
-        "Whisper on one GPU, if launching kernels takes the host about as long as the GPU needs to run "
-        "them; `true` also under DDP. Ignored on CPUs.",
+        "Whisper on one GPU, if a trial before the first step is faster with it; `true` also under DDP. Ignored on CPUs.",
     )
     label_smoothing: Fraction = free(
         0.0, description="speech-seq2seq: label smoothing of the cross entropy."

@@ -2,13 +2,12 @@
 measure are decided.
 
 `training.compile: auto` is given up where compilation fails, and `training.cuda_graphs: auto` is
-taken where launching kernels takes the host longer than running them takes the GPU.
+taken where a trial shows that it is faster.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +29,8 @@ from muster.train.job import Job
 
 log = logging.getLogger(__name__)
 
-LAUNCH_BOUND = 0.8  # of a micro-batch's time on the device: then its kernels wait for the host
+TRIALS = 5  # passes that are timed
+WORTH_REPLAYING = 0.97  # of the time of launched kernels
 GRAPH_MEMORY = 0.45  # of the GPU: graphs keep a second set of activations
 
 
@@ -110,7 +110,7 @@ def _choose_graphs(job: Job, engine: TorchEngine) -> None:
     elif problem := no_graphs(job.recipe, job.mesh.layout):
         chosen = Choice(False, problem)
     elif chosen is None:
-        chosen = _graphs_pay(job)
+        chosen = _try_graphs(job, engine)
     job.choices["cuda_graphs"] = chosen
     if chosen.used:
         failed = partial(_note_failed_capture, job) if chosen.auto else None
@@ -122,28 +122,35 @@ def _note_failed_capture(job: Job, reason: str) -> None:
     job.observer.choices(job.choices)
 
 
-def _graphs_pay(job: Job) -> Choice:
+def _try_graphs(job: Job, engine: TorchEngine) -> Choice:
+    """The same micro-batch, of median length, launched kernel by kernel and replayed."""
     if job.mesh.world > 1:
         return Choice(False, "with several ranks, only where the recipe asks for them")
-    host, device = _launch_times(job)
-    share, memory_share = host / device, _memory_share(job)
-    reason = f"the host takes {min(share, 1):.0%} of a micro-batch's time to launch it"
-    if share >= LAUNCH_BOUND and memory_share > GRAPH_MEMORY:
-        return Choice(False, f"{reason}, but {memory_share:.0%} of the memory is in use")
-    return Choice(share >= LAUNCH_BOUND, reason)
-
-
-def _launch_times(job: Job) -> tuple[float, float]:
-    """Seconds until the host has launched a micro-batch of median length, and until the device has computed it."""
+    if (used := _memory_share(job)) > GRAPH_MEMORY:
+        return Choice(False, f"{used:.0%} of the memory is in use, and graphs need as much again")
     batches = job.loader.micro_batches(job.loader.median(job.start, job.steps))[:1]
-    _gradients(job, batches)  # its shape may be new, and is compiled
-    torch.cuda.synchronize(job.mesh.device)
-    begin, device = time.perf_counter(), DeviceTimestamp(job.mesh.device)
-    _gradients(job, batches)
-    host, end = time.perf_counter() - begin, DeviceTimestamp(job.mesh.device)
-    seconds = device.until(end)
+    plain, problems = _seconds(job, batches), list[str]()
+    engine.graphs = Graphs(job.mesh.device, problems.append)
+    replayed = _seconds(job, batches)
+    engine.graphs = None
     memory.recover(job)
-    return host, seconds
+    torch.cuda.reset_peak_memory_stats(job.mesh.device)  # the trial needed more than the run will
+    if problems:
+        return Choice(False, problems[0])
+    words = (
+        f"a micro-batch takes {1e3 * replayed:.1f} ms replayed and {1e3 * plain:.1f} ms launched"
+    )
+    return Choice(replayed < WORTH_REPLAYING * plain, words)
+
+
+def _seconds(job: Job, batches: Sequence[Batch]) -> float:
+    """Of one pass over `batches`, once their shapes are compiled and captured."""
+    for _ in range(2):
+        _gradients(job, batches)
+    begin = DeviceTimestamp(job.mesh.device)
+    for _ in range(TRIALS):
+        _gradients(job, batches)
+    return begin.until(DeviceTimestamp(job.mesh.device)) / TRIALS
 
 
 def _memory_share(job: Job) -> float:
