@@ -310,15 +310,7 @@ class _ProfileRecorder:
         with autocast(self.mode.precision):
             inputs = task.inputs(batch)
             output = model(*inputs.args, **inputs.shared)
-            if self.compiles:
-                loss = self.compiler.call(
-                    "loss",
-                    lambda o, t: task.loss(o, replace(batch, tensors=t)),
-                    output,
-                    batch.tensors,
-                )
-            else:
-                loss = task.loss(output, batch)
+            loss = task.loss(output, batch)
         del output
         kept = recorder.allocated["activations"]
         recorder.trace.timeline[KEPT] = [(kept, kept)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stages
@@ -337,18 +337,8 @@ class _Rank:
         return self._sharded and self.recipe.distributed.fsdp.cpu_offload
 
     def _step_functions(self) -> StepFunctions:
-        task, compiler = self.task, self.compiler
-
-        def loss(output: Any, batch: Batch) -> Tensor:
-            if compiler is None:
-                return task.loss(output, batch)
-
-            def pure(output: Any, tensors: dict[str, Tensor]) -> Tensor:
-                return task.loss(output, replace(batch, tensors=tensors))
-
-            return compiler.call("loss", pure, output, batch.tensors)
-
-        return StepFunctions(task.prepare, task.inputs, loss, lambda: autocast(self.precision))
+        task = self.task
+        return StepFunctions(task.prepare, task.inputs, task.loss, lambda: autocast(self.precision))
 
     @contextmanager
     def _patched_metadata(self, engine: TorchEngine, batch: Batch) -> Iterator[None]:

@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-
 from muster.data.loader import Batch, Loader
 from muster.observe.choices import Choice
 from muster.observe.heartbeat import beat
@@ -58,11 +56,10 @@ class Job:
     @cached_property
     def functions(self) -> StepFunctions:
         """The task's functions for the engine."""
-        compiled = self.compiled and self.mesh.layout.tensor == 1
         return StepFunctions(
             prepare=self._prepare,
             inputs=self.task.inputs,
-            loss=torch.compile(self.task.loss) if compiled else self.task.loss,
+            loss=self.task.loss,
             autocast=lambda: autocast(self.precision, self.mesh.device),
         )
 
