@@ -159,3 +159,18 @@ def test_sizes_that_do_not_fit_are_refused():
         replace(LLAMA, kv_heads=3)
     with pytest.raises(ValueError, match="head_size 7 is odd"):
         replace(LLAMA, head_size=7)
+
+
+@torch.no_grad()
+def test_under_autocast_rms_norms_have_weights_and_inputs_in_bfloat16(monkeypatch):
+    """With float32 weights torch's kernel on GPUs is not one but many."""
+    real, seen = F.rms_norm, []
+
+    def spy(x, shape, weight, eps):
+        seen.append((x.dtype, weight.dtype))
+        return real(x, shape, weight, eps)
+
+    monkeypatch.setattr(F, "rms_norm", spy)
+    with torch.autocast("cpu", torch.bfloat16):
+        model_of(LLAMA)(TOKENS)
+    assert seen == [(torch.bfloat16, torch.bfloat16)] * (2 * LLAMA.layers + 1)
