@@ -25,6 +25,9 @@ def muster(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["speech", "data.train=nowhere"], "data.train"),
         (["speech", "data.train=embedded:spoken-words"], "embedded:spoken-numbers"),
         (["speech", "--strategy", "magic"], "distributed.strategy"),
+        (["gpt2", "model.preset=whisper-small"], "is no language model; causal-lm takes gpt2"),
+        (["speech", "model.preset=gpt2"], "is no CTC model; speech-ctc takes lmu-micro"),
+        (["llama-7b"], "muster train llama-1b model.preset=llama-7b"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line_before_a_run_exists(tmp_path, arguments, words):

@@ -86,14 +86,19 @@ PLAN = [
     ["plan", "gpt2", "--gpu", "h100", "training.batch=3"],
     ["plan", "gpt2", "--gpu", "v100", "training.precision=bf16"],
 ]
+TRAIN = [
+    ["train", "llama-7b"],
+    ["train", "gpt2", "distributed.strategy=fdsp"],
+    ["train", "gpt2", "model.preset=whisper-small"],
+]
 
 
 def test_nothing_heavy_is_imported_for_them():
     check_imports([*HELP.values(), *MISTAKES.values(), *BENCH], HEAVY)
 
 
-def test_what_is_wrong_with_a_plan_is_said_before_torch_is_imported():
-    check_imports(PLAN, ("torch", "transformers", "pyarrow"))
+def test_what_is_wrong_with_a_plan_or_a_recipe_is_said_before_torch_is_imported():
+    check_imports([*PLAN, *TRAIN], ("torch", "transformers", "pyarrow"))
 
 
 def check_imports(commands: list[list[str]], unwanted: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from muster.data.corpus import Split
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from muster.recipe.schema import Recipe
@@ -67,10 +67,28 @@ def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
     """The recipe, saying once which older key names it used."""
     from muster.recipe.load import read
 
-    loaded = read(recipe, changes or [])
+    try:
+        loaded = read(recipe, changes or [])
+    except RecipeError:
+        if words := _of_a_model(recipe):
+            raise RecipeError(words) from None
+        raise
     for old, new in loaded.renamed.items():
         console.print(f"[dim]{old} is read as {new}[/]")
     return loaded.recipe
+
+
+def _of_a_model(name: str) -> str | None:
+    """How to train what is a model and no recipe; `muster plan` takes both."""
+    from muster.plan.find_recipe import as_recipe
+
+    recipe, needed = as_recipe(name)
+    if recipe == name:
+        return None
+    return (
+        f"{name}: a model, not a recipe; train it by the recipe {recipe}: "
+        f"{program()} train {' '.join([recipe, *needed])}"
+    )
 
 
 def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
@@ -79,7 +97,7 @@ def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
 
     if gpus is not None:
         raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
-    rehearsal.begin(len(inventory.detect().gpus))
+    rehearsal.begin(len(inventory.detect().gpus), ranks)
     return ranks
 
 
