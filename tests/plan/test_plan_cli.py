@@ -80,7 +80,11 @@ def test_all_known_gpus_are_listed():
         (["gpt2", "--gpu", "h1000"], MusterError, "h100"),
         (["gpt3", "--gpu", "h100"], RecipeError, "gpt2"),
         (["whisper", "--gpu", "h100"], RecipeError, "has no model size"),
-        (["gpt-micro", "--gpu", "h100", "--gpus", "12"], RecipeError, "machines of 8"),
+        (
+            ["gpt-micro", "--gpu", "h100", "--gpus", "12"],
+            RecipeError,
+            "machines of 8; use 8 or 16, .* --per-node 12, 6, 4, 3 or 2$",
+        ),
         (
             ["gpt-micro", "training.precision=bf16", "--gpu", "v100", "--gpus", "1"],
             RecipeError,

@@ -13,6 +13,7 @@ import typer
 from muster.cli.common import Overrides, console, program
 from muster.errors import MemoryLimitError, RecipeError
 
+MOST_PER_NODE = 16  # that is suggested
 SIMULATED = 2  # micro-batches: the second one accumulates into gradients
 
 if TYPE_CHECKING:
@@ -216,9 +217,14 @@ def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[
 def _per_node(device: Accelerator, count: int, per_node: int | None) -> int:
     size = per_node or device.per_node
     if count > size and count % size:
+        from muster.recipe.describe import either
+
+        below = count - count % size
+        fitting = [str(n) for n in range(min(count, MOST_PER_NODE), 1, -1) if count % n == 0]
+        other = f", or say how many each machine has: --per-node {either(fitting)}"
         raise RecipeError(
-            f"--gpus: {count} are not a whole number of machines of {size}; use "
-            f"{count - count % size}, or set --per-node"
+            f"--gpus: {count} are not a whole number of machines of {size}; use {below} or "
+            f"{below + size}{other if fitting else ''}"
         )
     return size
 
