@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 import processes
+from muster.cli import common
 
 
 def muster(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -25,6 +27,9 @@ def muster(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         (["speech", "data.train=nowhere"], "data.train"),
         (["speech", "data.train=embedded:spoken-words"], "embedded:spoken-numbers"),
         (["speech", "--strategy", "magic"], "distributed.strategy"),
+        (["gpt2", "model.preset=whisper-small"], "is no language model; causal-lm takes gpt2"),
+        (["speech", "model.preset=gpt2"], "is no CTC model; speech-ctc takes lmu-micro"),
+        (["llama-7b"], "muster train llama-1b model.preset=llama-7b"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line_before_a_run_exists(tmp_path, arguments, words):
@@ -55,6 +60,25 @@ def test_runs_clean_and_watch_on_an_empty_folder_say_so(tmp_path):
     missing = muster("watch", "latest", cwd=tmp_path)
     assert missing.returncode == 2
     assert "no run 'latest'" in missing.stderr
+
+
+def test_who_waits_for_long_is_told_on_stderr(monkeypatch, capsys):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with common.working("at once"):
+        pass
+    monkeypatch.setattr(common, "PATIENCE_S", 0.0)
+    with common.working("slowly") as progress:
+        progress(1, 2)
+        time.sleep(0.2)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
+    with common.working("slowly") as progress:
+        progress(1, 2)
+        time.sleep(0.2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    plain, _, live = err.partition("\n")
+    assert plain == "slowly …"
+    assert "slowly: 1 of 2 batches …" in live
 
 
 def test_transcribe_without_a_checkpoint_is_one_line(tmp_path):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import pool
 from muster.bench import ranks as bench_ranks
@@ -15,6 +16,7 @@ from muster.bench.scaling import most_ranks
 from muster.check import devices, judge, ranks
 from muster.check.context import Options
 from muster.check.findings import RankNames
+from muster.cli import app
 from muster.errors import LaunchError
 from muster.hardware import environment, rehearsal
 from muster.hardware.devices import Gpu, Hidden
@@ -43,10 +45,10 @@ def cuda(monkeypatch, visible: int) -> list[torch.device]:
 
 def test_without_a_gpu_there_is_nothing_to_rehearse():
     env: dict[str, str] = {}
-    with pytest.raises(LaunchError, match=r"CPU ranks need no rehearsal: .* --gpus N"):
-        rehearsal.begin(0, env)
+    with pytest.raises(LaunchError, match=r"CPU ranks need no rehearsal: .* --gpus 3 "):
+        rehearsal.begin(0, 3, env)
     assert not rehearsal.active(env)
-    rehearsal.begin(1, env)
+    rehearsal.begin(1, 3, env)
     assert rehearsal.active(env)
 
 
@@ -168,6 +170,12 @@ def test_times_are_not_measured_in_a_rehearsal(rehearsing):
     for measure in (lambda: most_ranks(2), lambda: bench_ranks.measure("overlap", {}, 2, Node())):
         with pytest.raises(LaunchError, match=r"measures times, and ranks share GPUs"):
             measure()
+
+
+@pytest.mark.parametrize("form", ["scaling", "overlap"])
+def test_benchmarks_of_time_refuse_the_flag_and_name_what_takes_it(form):
+    with pytest.raises(LaunchError, match=r"leave --rehearse out.*bench collectives"):
+        CliRunner().invoke(app, ["bench", form, "--rehearse", "2"], catch_exceptions=False)
 
 
 def rehearse_on(mesh, total: int) -> tuple[str, int, float]:

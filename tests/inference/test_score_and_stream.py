@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from arpa import write_arpa
-from muster.cli import app
+from muster.cli import app, use
 from muster.errors import MusterError
 from muster.inference import load as inference
 from muster.inference.stream import stream
@@ -92,13 +93,16 @@ def test_a_short_file_is_heard_whole_and_a_long_one_in_windows(causal, tmp_path)
     assert len(texts[1][0]) > len(texts[0][0])
 
 
-def test_eval_prints_rates_counts_and_the_worst_clips(causal):
+def test_eval_prints_rates_counts_and_the_worst_clips(causal, monkeypatch):
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(use, "working", lambda words: nullcontext(lambda *done: told.append(done)))
     done = CliRunner().invoke(app, ["eval", str(causal), "--decoder", "greedy", "--worst", "2"])
     rates = re.search(r"test: WER (.*)%, CER .*%, 31 clips\n", done.stdout)
     counts = re.search(r"(\d+) words: (\d+) subst.*, (\d+) deletions, (\d+) insert", done.stdout)
     words, *edits = map(int, counts.groups())
     assert float(rates[1]) == pytest.approx(100 * sum(edits) / words, abs=0.01)
     assert done.stdout.count("  said  ") == done.stdout.count("  heard ") == 2
+    assert told == [(0, 2), (1, 2)]
 
 
 def test_eval_takes_either_decoder_and_refuses_an_ngram_model_without_the_beam(causal):
@@ -110,8 +114,6 @@ def test_eval_takes_either_decoder_and_refuses_an_ngram_model_without_the_beam(c
 
 
 def scored(mesh, folder: str) -> tuple[dict[str, float], list[tuple[int, str]]]:
-    from contextlib import nullcontext
-
     job = make_job(mesh, folder, ["training.steps=60", "training.warmup_steps=5", *CAUSAL])
     assert job.start == 60
     result = evaluate(job.task, job.engine, "test", mesh, 16, nullcontext)

@@ -123,6 +123,8 @@ def test_a_batch_made_of_two_numbers_stays_on_other_ranks(undisturbed, recipe, t
         assert "= 8 samples per optimizer step" in said
         (run.path / STOP_FILE).write_text("")  # as if it had been stopped
     assert "resumed at step 4" in said
+    assert "with 2 rank(s) instead of 1" in said
+    assert "steps 0 to 4" not in said, "lines of the first start"
     planned = run.results()["planned"]
     assert (planned["global_batch_size"], planned["gradient_accumulation_steps"]) == (8, 2)
     alone = [line["loss"] for line in undisturbed(1)[:8]]

@@ -156,7 +156,9 @@ def test_a_stopped_run_saves_at_the_next_step_and_goes_on_on_fewer_ranks(
     assert "stopped" in said.stdout
     stopped_at = len(losses(run))
     assert (run.path / "checkpoints" / f"step-{stopped_at}" / "manifest.json").exists()
-    muster("train", "runs/latest", "--gpus", "1", folder=tmp_path)
+    said = muster("train", "runs/latest", "--gpus", "1", folder=tmp_path).stdout
+    assert f"/step-{stopped_at}, with 1 rank(s) instead of 2" in said
+    assert "steps 0 to" not in said, "lines of the first start"
     assert run.state() == "finished"
     assert losses(run) == pytest.approx(expected(undisturbed), rel=1e-5)
 

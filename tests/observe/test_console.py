@@ -6,7 +6,7 @@ import os
 from rich.console import Console
 
 from muster.observe import console as shown
-from muster.observe.console import Tail, event_words, follow, results_table
+from muster.observe.console import Tail, event_words, events_to_come, follow, results_table
 
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
@@ -103,6 +103,20 @@ def test_following_shows_events_and_steps_until_the_run_ends(tmp_path, monkeypat
     ]
 
 
+def test_a_run_that_starts_again_shows_only_the_steps_of_this_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown, "PLAIN_EVERY_S", 0.0)
+    first = {"event": "started", "step": 0, "steps": 2, "world": 4}
+    append(tmp_path / "events.jsonl", first)
+    append(tmp_path / "metrics.jsonl", {"step": 1, **STEP}, {"step": 2, **STEP})
+    to_come = events_to_come(tmp_path)
+    append(tmp_path / "events.jsonl", {**first, "step": 1, "steps": 3, "world": 2})
+    append(tmp_path / "metrics.jsonl", {"step": 3, **STEP})
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    follow(tmp_path, lambda: "finished", console, events=to_come)
+    said = [line.partition("  ")[0] for line in console.export_text().splitlines()]
+    assert said == ["2 rank(s), steps 1 to 3", "step 2/3", "step 3/3"]
+
+
 def test_a_rehearsal_shows_no_speed(tmp_path):
     started = {"event": "started", "step": 0, "steps": 9, "world": 4, "rehearsal": True}
     append(tmp_path / "events.jsonl", started)
@@ -133,6 +147,8 @@ def test_a_terminal_gets_a_bar(tmp_path):
 def test_events_in_words():
     resumed = {"event": "resumed", "step": 5, "path": "p", "passed_over": ["step-9: torn"]}
     assert event_words(resumed) == "resumed at step 5 from p; passed over step-9: torn"
+    words = event_words({**resumed, "passed_over": [], "world": 2, "saved_by": 4})
+    assert words == "resumed at step 5 from p, with 2 rank(s) instead of 4"
     killed = {"event": "restarting", "rank": 2, "signal": "SIGKILL"}
     assert event_words(killed).startswith("rank 2 was killed (SIGKILL)")
     assert event_words({"event": "checkpoint", "step": 5}) is None

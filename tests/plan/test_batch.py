@@ -8,7 +8,15 @@ import pytest
 
 from muster.data.batches import cut
 from muster.errors import RecipeError
-from muster.recipe.batch import BatchSizes, micro_batches, nearest, settle, settle_as, solve
+from muster.recipe.batch import (
+    BatchSizes,
+    micro_batches,
+    nearest,
+    scaling_words,
+    settle,
+    settle_as,
+    solve,
+)
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe, Training
 from muster.train.optimizer import peak_lr
@@ -211,6 +219,16 @@ def test_two_given_numbers_and_the_ranks_of_the_first_start_define_the_global_ba
         assert settle_as(given, first).training == first
 
 
+def test_scaling_that_was_not_set_is_told_with_what_it_comes_from():
+    implied = recipe(per_device_batch_size=4, gradient_accumulation_steps=2).training
+    assert scaling_words(implied) == (
+        "training.scale_with_ranks=batch (what per_device_batch_size 4 and gradient_accumulation_steps 2 "
+        "mean without global_batch_size)"
+    )
+    given = recipe(global_batch_size=8, scale_with_ranks="batch").training
+    assert scaling_words(given) == "training.scale_with_ranks=batch"
+
+
 def test_a_run_goes_on_only_with_the_number_it_was_started_with():
     first = settle(recipe(per_device_batch_size=4, gradient_accumulation_steps=4), 2).training
     other = recipe(per_device_batch_size=5, gradient_accumulation_steps=4)
@@ -260,7 +278,7 @@ def test_batch_and_learning_rate_grow_with_the_ranks_where_asked(ranks, given):
         (
             {"scale_with_ranks": "none"}
             | {"per_device_batch_size": 4, "gradient_accumulation_steps": 2},
-            "global_batch_size is not given; give it",
+            r"global_batch_size is not given, .* as in the recipe.yaml .*; give global_batch_size",
         ),
     ],
 )

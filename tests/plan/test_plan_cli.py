@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from muster.cli import app
+from muster.cli import app, common
 from muster.errors import MemoryLimitError, MusterError, RecipeError
 from muster.plan.memory import WORKSPACE
 from processes import muster
@@ -20,12 +20,16 @@ FIXED = "distributed.strategy=ddp"
 def run(*words: str) -> str:
     result = CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
-def test_the_answer_comes_with_the_command_that_carries_it_out():
+def test_the_answer_comes_with_the_command_that_carries_it_out(monkeypatch):
+    monkeypatch.setattr(common, "PATIENCE_S", 0.0)
     machines = ["--gpus", "4", "--gpu", "h100", "--per-node", "2"]
-    text = run(*SMALL, FIXED, *machines, "--explain")
+    words = ["plan", *SMALL, FIXED, *machines, "--explain"]
+    done = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert done.stderr == "searching strategies …\n", "on a terminal, a status instead"
+    text = done.stdout
     for words in (
         "Does one copy fit",
         "ddp: replicate 4",
@@ -80,7 +84,11 @@ def test_all_known_gpus_are_listed():
         (["gpt2", "--gpu", "h1000"], MusterError, "h100"),
         (["gpt3", "--gpu", "h100"], RecipeError, "gpt2"),
         (["whisper", "--gpu", "h100"], RecipeError, "has no model size"),
-        (["gpt-micro", "--gpu", "h100", "--gpus", "12"], RecipeError, "machines of 8"),
+        (
+            ["gpt-micro", "--gpu", "h100", "--gpus", "12"],
+            RecipeError,
+            "machines of 8; use 8 or 16, .* --per-node 12, 6, 4, 3 or 2$",
+        ),
         (
             ["gpt-micro", "training.precision=bf16", "--gpu", "v100", "--gpus", "1"],
             RecipeError,

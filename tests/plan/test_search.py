@@ -12,6 +12,7 @@ from muster.plan import report
 from muster.plan.find_recipe import find_recipe
 from muster.plan.memory import GIB, MARGIN
 from muster.plan.search import CHECKPOINTING_MODES, TIE, _Search, rank, search
+from muster.plan.time import Cluster
 from muster.recipe.batch import solve
 from plan.subjects import GPT, LLAMA, planner, subject
 
@@ -180,6 +181,28 @@ def test_the_answer_is_told_as_the_guides_tree():
     assert lines[-2].startswith("Chosen: replicate 8") or lines[-1].startswith(
         "Chosen: replicate 8"
     )
+
+
+@pytest.mark.parametrize(
+    ("percent", "words"),
+    [
+        (3.2, "3 % slower."),
+        (0.4, "as fast, but less simple."),
+        (-0.4, "as fast, but less simple."),
+        (-6, "6 % faster by the estimate, but less simple."),
+    ],
+)
+def test_the_next_best_plan_is_compared_in_words(percent, words):
+    assert report.compared(percent) == words
+
+
+def test_a_gpu_without_bf16_is_told_that_fp16_is_faster():
+    plans = planner(subject(*GPT), 1)
+    found = search(plans, thorough=False)
+    assert not any("precision" in line for line in report.decision_tree(plans, found))
+    old = replace(plans.cluster.device, matrix_tflops={"fp16": 125.0, "fp32": 15.7})
+    lines = report.decision_tree(plans.on(Cluster(old, 1, 8)), found)
+    assert any("training.precision=fp16, with a loss scale, is faster" in line for line in lines)
 
 
 def test_a_copy_whose_weights_alone_do_not_fit_is_not_recorded():

@@ -54,7 +54,12 @@ def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
         ("training.betas=[1,x]", "got [1, x], expected a list of 2 numbers"),
         ("data.workers=0", "got 0, expected a whole number greater than 0 or auto"),
         ("data.lowercase=maybe", "got 'maybe', expected true or false"),
-        ("training.schedule=cosin", "got 'cosin', expected cosine, linear or constant"),
+        (
+            "training.schedule=cosin",
+            "got 'cosin', expected cosine, linear or constant; nearest is cosine",
+        ),
+        ("distributed.strategy=fdsp", "pipeline or hybrid; nearest is fsdp"),
+        ("training.compile=atuo", "expected true or false or auto; nearest is auto"),
         ("logging.dir=3", "got 3, expected text: put it in quotes"),
         ("seed=-1", "got -1, expected a whole number from 0 to 2147483647"),
         ("training=3", "got 3, expected keys of its own, such as training.steps"),

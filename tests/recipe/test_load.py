@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from muster.errors import RecipeError
 from muster.recipe.load import from_resolved, list_recipes, load, read, to_yaml
@@ -36,6 +37,24 @@ def refusal(name: str, *overrides: str) -> str:
     text = str(caught.value)
     assert "\n" not in text
     return text
+
+
+def test_a_newer_omegaconf_is_not_heard_to_deprecate_what_hydra_does(folder, monkeypatch):
+    register = OmegaConf.register_new_resolver
+
+    def deprecated(*given: object, **options: object) -> None:
+        """As in omegaconf 2.4."""
+        words = "register_new_resolver() is deprecated and will be removed in a future release."
+        warnings.warn(words, stacklevel=2)
+        register(*given, **options)
+
+    monkeypatch.setattr(OmegaConf, "register_new_resolver", deprecated)
+    write(folder, base=BASE, mine="defaults: [base]\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load("mine.yaml").training.steps == 5
+        with pytest.raises(UserWarning, match="deprecated"):  # of others
+            OmegaConf.register_new_resolver("mine", str)
 
 
 def test_a_shipped_recipe_loads_by_name_and_keeps_what_its_file_says() -> None:

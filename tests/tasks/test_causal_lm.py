@@ -189,7 +189,7 @@ def test_assets_rebuild_the_task_without_its_data(text, tmp_path):
     ("override", "words"),
     [
         ("model.preset=lmu-micro", "model.preset: 'lmu-micro' is no language model.*gpt2-micro"),
-        ("model.preset=gtp2", "model.preset: 'gtp2' is no language model"),
+        ("model.preset=gtp2", "model.preset: 'gtp2' is no language model; nearest is gpt2;"),
         ("model.vocab_size=256", "it has 257 ids, the model's embedding only 256 rows"),
         ("data.sequence_length=2000", "data.sequence_length: 2000 .* 1024 positions of gpt2-micro"),
         ("data.tokenizer.kind=characters", "data.tokenizer.kind: characters is for speech"),

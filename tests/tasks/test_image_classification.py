@@ -163,10 +163,10 @@ def test_a_class_that_only_the_test_data_has_is_named(task):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("model.preset=lmu-micro", "lmu-micro is not an image model; .* mnist-net, resnet-18"),
+        ("model.preset=lmu-micro", "'lmu-micro' is no image model; .* mnist-net, resnet-18"),
         (
             "model.preset=resnet-19",
-            r"^model\.preset: no preset 'resnet-19'; did you mean resnet-18",
+            r"^model\.preset: 'resnet-19' is no image model; nearest is resnet-18",
         ),
         ("model.dropout=0.1", r"^model\.dropout: does not apply to mnist-net"),
         ("model.norm=batch", r"^model\.norm: does not apply"),

@@ -167,7 +167,7 @@ def test_a_transcript_longer_than_the_decoder_is_left_out_or_cut(tmp_path, micro
         ("data.sample_rate=8000", r"data\.sample_rate: Whisper needs 16000 Hz, not 8000"),
         (
             "model.preset=lmu-micro",
-            r"model\.preset: 'lmu-micro' is no Whisper; use one of whisper-",
+            r"model\.preset: 'lmu-micro' is no Whisper; speech-seq2seq takes whisper-",
         ),
         ("data.tokenizer.kind=characters", r"data\.tokenizer\.kind: characters is for speech-ctc"),
         ("data.tokenizer.kind=huggingface", r"data\.tokenizer\.path: needed for"),

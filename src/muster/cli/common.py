@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,13 +15,14 @@ import typer
 from rich.console import Console
 
 from muster.data.corpus import Split
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
 console = Console(highlight=False)
+PATIENCE_S = 3.0  # of someone who sees nothing
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `latest`.")
@@ -63,14 +67,50 @@ def print_error(words: str) -> None:
     errors.print(words, soft_wrap=True, markup=False)
 
 
+@contextmanager
+def working(words: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on stderr that something takes its time: a terminal gets a status, with the batches that are done where
+    that is told; anything else gets the words, once, if it takes longer than `PATIENCE_S`."""
+    errors = Console(stderr=True, highlight=False)
+    if errors.is_terminal:
+        with errors.status(f"{words} …") as status:
+            yield lambda done, total: status.update(f"{words}: {done} of {total} batches …")
+        return
+    late = threading.Timer(PATIENCE_S, errors.print, [f"{words} …"], {"soft_wrap": True})
+    late.daemon = True
+    late.start()
+    try:
+        yield lambda done, total: None
+    finally:
+        late.cancel()
+
+
 def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
     """The recipe, saying once which older key names it used."""
     from muster.recipe.load import read
 
-    loaded = read(recipe, changes or [])
+    try:
+        loaded = read(recipe, changes or [])
+    except RecipeError:
+        if words := _of_a_model(recipe):
+            raise RecipeError(words) from None
+        raise
     for old, new in loaded.renamed.items():
         console.print(f"[dim]{old} is read as {new}[/]")
     return loaded.recipe
+
+
+def _of_a_model(name: str) -> str | None:
+    """How to train what is a model and no recipe; `muster plan` takes both."""
+    from muster.plan.find_recipe import as_recipe
+
+    recipe, needed = as_recipe(name)
+    if recipe == name:
+        return None
+    return (
+        f"{name}: a model, not a recipe; train it by the recipe {recipe}: "
+        f"{program()} train {' '.join([recipe, *needed])}"
+    )
 
 
 def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
@@ -79,7 +119,7 @@ def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
 
     if gpus is not None:
         raise LaunchError("--rehearse and --gpus both give the number of ranks; leave one out")
-    rehearsal.begin(len(inventory.detect().gpus))
+    rehearsal.begin(len(inventory.detect().gpus), ranks)
     return ranks
 
 

@@ -12,11 +12,13 @@ from muster.cli.common import DirOption, RunArgument, console, program, shown
 from muster.errors import MusterError
 
 if TYPE_CHECKING:
+    from muster.observe.console import Tail
     from muster.runs import Run
 
 
-def show_until_end(run: Run, *, ranks: bool = False) -> None:
-    """Show the run until it ends, with every rank of it if asked to; leave with its exit code."""
+def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None) -> None:
+    """Show the run until it ends, with every rank of it if asked to; leave with its exit code. `events`
+    are those to show, all by default."""
     from muster import runs
     from muster.launch.slurm import Follower
     from muster.observe.console import follow, results_table
@@ -28,7 +30,7 @@ def show_until_end(run: Run, *, ranks: bool = False) -> None:
     table = RankTable(run.path / "ranks") if ranks else None
     state_now = Follower(run, console.print) if run.info().get("slurm_job") else run.state
     try:
-        state = follow(run.path, state_now, console, table)
+        state = follow(run.path, state_now, console, table, events)
     except KeyboardInterrupt:
         console.print(f"\n{run.name} goes on.")
         console.print(f"come back: {muster} watch {name}\nend it:    {muster} stop {name}")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from muster.cli.common import Overrides, console, program
+from muster.cli.common import Overrides, console, program, working
 from muster.errors import MemoryLimitError, RecipeError
 
+MOST_PER_NODE = 16  # that is suggested
 SIMULATED = 2  # micro-batches: the second one accumulates into gradients
 
 if TYPE_CHECKING:
@@ -99,23 +99,23 @@ def plan(
 
     from muster.plan.collector import collector_paused
 
-    with collector_paused():
-        from muster.cli import plan_table  # torch, from here on: mistakes are found before
-        from muster.plan import report
-        from muster.plan.open_subject import open_subject
-        from muster.plan.planner import Planner
-        from muster.plan.recordings import Recordings
-        from muster.plan.search import search
-        from muster.plan.time import Cluster
+    with working("searching strategies"):
+        with collector_paused():
+            from muster.cli import plan_table  # torch, from here on: mistakes are found before
+            from muster.plan import report
+            from muster.plan.open_subject import open_subject
+            from muster.plan.planner import Planner
+            from muster.plan.recordings import Recordings
+            from muster.plan.search import search
+            from muster.plan.time import Cluster
 
-    subject, cluster = open_subject(resolved), Cluster(device, count, size)
-    planner = Planner(
-        subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
-    )
-    with console.status("searching strategies …") if not as_json else nullcontext():
+        subject, cluster = open_subject(resolved), Cluster(device, count, size)
+        planner = Planner(
+            subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
+        )
         found = search(planner)
     if found.best is None:
-        with console.status("nothing fits; searching for what would …"):
+        with working("nothing fits; searching for what would"):
             words = report.remedies(planner, found)
         raise MemoryLimitError(
             f"{recipe} on {count} × {device.title}: nothing fits: " + "; ".join(words)
@@ -124,9 +124,10 @@ def plan(
     if simulate:
         settings = report.settings(found.best)
         again = open_subject(find_recipe(recipe, [*changes, *settings]))
-        document["simulation"] = _simulate(again, found.best, planner, quiet=as_json)
+        document["simulation"] = _simulate(again, found.best, planner)
     if plot:
-        document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
+        with working("planning for other numbers of GPUs"):
+            document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
     if as_json:
         print(json.dumps(document, indent=2))
         return
@@ -216,9 +217,14 @@ def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[
 def _per_node(device: Accelerator, count: int, per_node: int | None) -> int:
     size = per_node or device.per_node
     if count > size and count % size:
+        from muster.recipe.describe import either
+
+        below = count - count % size
+        fitting = [str(n) for n in range(min(count, MOST_PER_NODE), 1, -1) if count % n == 0]
+        other = f", or say how many each machine has: --per-node {either(fitting)}"
         raise RecipeError(
-            f"--gpus: {count} are not a whole number of machines of {size}; use "
-            f"{count - count % size}, or set --per-node"
+            f"--gpus: {count} are not a whole number of machines of {size}; use {below} or "
+            f"{below + size}{other if fitting else ''}"
         )
     return size
 
@@ -276,12 +282,12 @@ def _scaling(planner: Planner) -> list[tuple[int, float]]:
     return points
 
 
-def _simulate(subject: Any, best: Plan, planner: Planner, quiet: bool) -> list[dict[str, Any]]:
+def _simulate(subject: Any, best: Plan, planner: Planner) -> list[dict[str, Any]]:
     from muster.plan.simulate import simulate_all
 
     choice = best.choice
     few = min(choice.accumulation, SIMULATED)
-    with console.status("simulating on a fake cluster …") if not quiet else nullcontext():
+    with working("simulating on a fake cluster"):
         found = simulate_all(
             subject,
             choice.layout,

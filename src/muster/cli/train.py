@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from muster.hardware.inventory import Inventory
     from muster.launch.cluster import Node, RankInfo
     from muster.launch.standby import Standby
+    from muster.observe.console import Tail
     from muster.recipe.schema import Recipe
     from muster.runs import Run
 
@@ -115,6 +116,7 @@ def train(
     standby = Standby() if on == "local" else None  # the first thing: it takes seconds
     from muster.hardware import inventory
     from muster.launch import addresses, local
+    from muster.observe.console import events_to_come
 
     node = cluster.Node()
     if on == "local":
@@ -130,11 +132,12 @@ def train(
     if node.rank > 0:
         return _join(node, resolved, ranks, standby)
     run, claim, _ = open_run(resolved, ranks * node.nodes, ranks, existing, run_name, console)
+    events = events_to_come(run.path)
     with claim:  # the supervisor holds it too, from its start to its end
         run.begin()
         local.start(run, ranks, node, claim, standby)
     console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
-    _follow(run, node, detach)
+    _follow(run, node, detach, events)
 
 
 def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
@@ -147,7 +150,7 @@ def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
         )
 
 
-def _follow(run: Run, node: Node, detach: bool) -> None:
+def _follow(run: Run, node: Node, detach: bool, events: Tail) -> None:
     from muster.launch import local
 
     if node.nodes > 1:
@@ -160,7 +163,7 @@ def _follow(run: Run, node: Node, detach: bool) -> None:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
     local.stop_on_signal(run)  # as a container's first process, this is the one that is told to go
-    show_until_end(run)
+    show_until_end(run, events=events)
 
 
 def _as_rank(
@@ -215,6 +218,7 @@ def _submit(
     """Hand the run over to a scheduler. Ranks are GPUs there, unless the recipe asks for gloo."""
     from muster.launch import kubernetes, slurm
     from muster.launch.job import ClusterJob
+    from muster.observe.console import events_to_come
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
@@ -231,12 +235,13 @@ def _submit(
     if on == "kubernetes":
         console.print(kubernetes.submit(job), soft_wrap=True, markup=False)
         return
+    events = events_to_come(run.path)
     number = slurm.submit(job)
     console.print(f"run [bold]{run.name}[/] is SLURM job {number}")
     if detach:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
-    show_until_end(run)
+    show_until_end(run, events=events)
 
 
 def _strategy(name: str, given: list[str]) -> list[str]:

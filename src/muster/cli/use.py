@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from muster.cli.common import CheckpointArgument, DirOption, console, print_error
+from muster.cli.common import CheckpointArgument, DirOption, console, print_error, working
 from muster.data.corpus import Split
 from muster.errors import MusterError
 from muster.inference.subtitles import Format
@@ -66,19 +66,22 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a split of its data, or a Whisper folder on DATA."""
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
-    from muster.inference.score import score
-    from muster.observe.console import score_words
+    with working(f"scoring {checkpoint}") as progress:
+        from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
+        from muster.inference.score import score
+        from muster.observe.console import score_words
 
-    other = _other_data(data, split) if data else {}
-    trained: Trained | Recogniser
-    if is_folder(path):
-        if not data:
-            raise MusterError(f"{path} is a model without data of its own; name some with --data")
-        trained = load_folder(path, options, other, language=language)
-    else:
-        trained = load_trained(path, options, other)
-    result = score(trained, split)
+        other = _other_data(data, split) if data else {}
+        trained: Trained | Recogniser
+        if is_folder(path):
+            if not data:
+                raise MusterError(
+                    f"{path} is a model without data of its own; name some with --data"
+                )
+            trained = load_folder(path, options, other, language=language)
+        else:
+            trained = load_trained(path, options, other)
+        result = score(trained, split, progress)
     scores = result.scores
     sizes = [f", {scores[name]:.0f} {name}" for name in _SIZES if name in scores]
     console.print(f"{result.split}: {score_words(scores)}{''.join(sizes)}")

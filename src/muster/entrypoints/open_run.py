@@ -57,11 +57,12 @@ def open_run(
     """The run directory, the claim on it, and the recipe written into it: of a new run on `ranks`,
     `local_ranks` on each machine, or of one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
     from muster import runs
+    from muster.recipe.batch import scaling_words
 
     if existing and recipe.training.scale_with_ranks != "none":
         raise RecipeError(
-            f"training.scale_with_ranks: {existing.name} keeps the global batch and the learning rate of "
-            "its first start; leave it out, or start a new run: muster train RECIPE"
+            f"{scaling_words(recipe.training)}: {existing.name} keeps the global batch and the learning rate of "
+            "its first start; leave that out, or start a new run: muster train RECIPE"
         )
     root = Path(recipe.logging.dir)
     if existing is None and name and (root / name / "run.json").is_file():
@@ -87,7 +88,7 @@ def _settled(
 ) -> tuple[Recipe, str]:
     """`training.scale_with_ranks` applied, as it was at the first start or for this one; and in words."""
     from muster.parallel.layout import layout_for
-    from muster.recipe.batch import settle, settle_as
+    from muster.recipe.batch import scaling_words, settle, settle_as
     from muster.recipe.load import from_resolved
 
     before = recipe.training
@@ -99,7 +100,7 @@ def _settled(
     recipe = settle(recipe, layout.data_ranks)
     now, part = recipe.training, before.global_batch_size
     return recipe, (
-        f"training.scale_with_ranks={before.scale_with_ranks}: {part} × {now.global_batch_size // part} "
+        f"{scaling_words(before)}: {part} × {now.global_batch_size // part} "
         f"data ranks = {now.global_batch_size} samples per optimizer step, lr={now.lr:g}; this run keeps "
         "them on any number of ranks, a new run on other ranks trains differently"
     )
@@ -109,10 +110,13 @@ def check_before_launch(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     """Refuse what is known to fail on `ranks` ranks, `local_ranks` on each machine, before a run directory
     exists."""
     from muster.data import corpus
+    from muster.models.presets import check_preset
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
     data = recipe.data
+    if recipe.model.pretrained is None:
+        check_preset(recipe.task, recipe.model.preset)
     layout = layout_for(recipe.distributed, ranks, local_world=local_ranks)
     solve(recipe.training, layout.data_ranks)
     corpus.check(recipe.task, data.train, data.validation, data.test)

@@ -28,7 +28,7 @@ from muster.launch import cluster
 from muster.launch.cluster import RankInfo
 from muster.launch.process import exit_without_cleanup
 from muster.launch.spawn import spawn
-from muster.observe.console import follow, results_table
+from muster.observe.console import events_to_come, follow, results_table
 from muster.observe.logs import set_up
 from muster.observe.profile_page import headline
 from muster.recipe.batch import settle_as
@@ -182,7 +182,8 @@ def _watched(run: runs.Run) -> Iterator[None]:
     def state() -> str:
         return "ended" if ended.is_set() else "running"
 
-    watcher = threading.Thread(target=follow, args=(run.path, state, console), daemon=True)
+    shown = (run.path, state, console, None, events_to_come(run.path))
+    watcher = threading.Thread(target=follow, args=shown, daemon=True)
     watcher.start()
     try:
         yield

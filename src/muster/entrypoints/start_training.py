@@ -25,7 +25,7 @@ from muster.hardware.affinity import cores_for
 from muster.hardware.environment import Variable
 from muster.hardware.inventory import Inventory
 from muster.parallel.layout import layout_for
-from muster.recipe.batch import BatchSizes, solve
+from muster.recipe.batch import BatchSizes, scaling_words, solve
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 
@@ -261,7 +261,7 @@ def _batch_line(sizes: BatchSizes) -> str:
 def _scaled_words(recipe: Recipe) -> str:
     if recipe.training.scale_with_ranks == "none":
         return ""
-    return "; another number of devices makes another batch (training.scale_with_ranks)"
+    return f"; another number of devices makes another batch, by {scaling_words(recipe.training)}"
 
 
 def _why(variable: Variable) -> str:

@@ -22,20 +22,24 @@ def active(env: Mapping[str, str] = os.environ) -> bool:
     return env.get(VARIABLE, "0") not in ("", "0")
 
 
-def begin(gpus: int, env: MutableMapping[str, str] = os.environ) -> None:
-    """This process, and those it starts, are part of a rehearsal on so many `gpus`."""
+def begin(gpus: int, ranks: int, env: MutableMapping[str, str] = os.environ) -> None:
+    """This process, and those it starts, are part of a rehearsal of `ranks` on so many `gpus`."""
     if not gpus:
         raise LaunchError(
-            "--rehearse: this machine has no GPU, and CPU ranks need no rehearsal: any number of them "
-            "may share its cores; say --gpus N instead"
+            f"--rehearse {ranks}: this machine has no GPU, and CPU ranks need no rehearsal: any number of them "
+            f"may share its cores; say --gpus {ranks} instead"
         )
     env[VARIABLE] = "1"
 
 
-def refuse(what: str) -> None:
-    """For what measures times."""
-    if active():
-        raise LaunchError(f"{what} measures times, and {WORDS}; unset {VARIABLE}")
+def refuse(what: str, flag: bool = False) -> None:
+    """For what measures times, in a rehearsal by the variable or, if given, by the flag."""
+    if flag or active():
+        raise LaunchError(
+            f"{what} measures times, and {WORDS}; {'leave --rehearse out' if flag else f'unset {VARIABLE}'}. "
+            "`muster train`, `muster check`, `muster bench collectives` and `muster bench p2p` can be "
+            "rehearsed"
+        )
 
 
 def set_host_id(rank: int, env: MutableMapping[str, str] = os.environ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from muster.data.corpus import Split
@@ -14,7 +15,11 @@ from muster.train.evaluate import Evaluation, SingleProcess, evaluate
 BATCH = 16
 
 
-def score(trained: Trained | Recogniser, split: Split | None = None) -> Evaluation:
+def score(
+    trained: Trained | Recogniser,
+    split: Split | None = None,
+    progress: Callable[[int, int], None] = lambda done, batches: None,
+) -> Evaluation:
     """The score of a split of the recipe's data, in this one process.
 
     By default the test data, else validation.
@@ -30,6 +35,7 @@ def score(trained: Trained | Recogniser, split: Split | None = None) -> Evaluati
             mesh,
             asked if isinstance(asked, int) else BATCH,
             nullcontext,
+            progress,
         )
         if result is not None:
             return result

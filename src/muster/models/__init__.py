@@ -12,12 +12,12 @@ from muster.models.configs import (
     ResNetConfig,
     WhisperConfig,
 )
-from muster.models.presets import PRESETS, configure
+from muster.models.presets import PRESETS, check_preset, configure
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PRESETS", "build", "configure"]
+__all__ = ["PRESETS", "build", "check_preset", "configure"]
 
 
 def build(preset: str, vocab: int | None = None, **overrides: object) -> nn.Module:

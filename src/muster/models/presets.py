@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from muster.errors import RecipeError
 from muster.models.configs import (
     DecoderConfig,
     LMUAttentionConfig,
@@ -107,6 +108,29 @@ PRESETS: dict[str, Config] = {
     "resnet-18": ResNetConfig(18),
     "resnet-50": ResNetConfig(50),
 }
+
+
+OF_TASK: dict[str, tuple[str, tuple[type, ...]]] = {  # what each trains, and its configs
+    "speech-ctc": ("CTC model", (LMUCTCConfig, LMUAttentionConfig)),
+    "speech-seq2seq": ("Whisper", (WhisperConfig,)),
+    "causal-lm": ("language model", (DecoderConfig,)),
+    "image-classification": ("image model", (ResNetConfig, MnistNetConfig)),
+}
+PRETRAINED = ("speech-seq2seq", "causal-lm")  # tasks that also take a Hugging Face folder
+
+
+def check_preset(task: str, preset: str) -> None:
+    """Refuse what is no preset, or one of another task."""
+    kind, configs = OF_TASK[task]
+    known = [name for name, config in PRESETS.items() if isinstance(config, configs)]
+    if preset in known:
+        return
+    near = difflib.get_close_matches(preset, known, n=1)
+    hint = f"; nearest is {near[0]}" if near else ""
+    other = ", or pretrained weights by model.pretrained" if task in PRETRAINED else ""
+    raise RecipeError(
+        f"model.preset: {preset!r} is no {kind}{hint}; {task} takes {', '.join(known)}{other}"
+    )
 
 
 def configure(preset: str, **overrides: object) -> Config:

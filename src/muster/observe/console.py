@@ -7,6 +7,7 @@ and start again at any time.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +31,11 @@ class Tail:
     """New complete lines of a .jsonl file since the last call; starts over when the file is replaced, as
     it is when a run resumes from a checkpoint. Skips a line that a full disk truncated."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path, self.offset, self.inode = path, 0, 0
+        if from_end and path.exists():
+            found = path.stat()
+            self.offset, self.inode = found.st_size, found.st_ino
 
     def new(self) -> Iterator[dict[str, Any]]:
         try:
@@ -77,15 +81,24 @@ class Log:
         return whole.decode(errors="replace").splitlines()
 
 
+def events_to_come(folder: Path) -> Tail:
+    """Without those of a run's earlier starts."""
+    return Tail(folder / "events.jsonl", from_end=True)
+
+
 def follow(
     folder: Path,
     state: Callable[[], str],
     console: Console,
     ranks: RankTable | None = None,
+    events: Tail | None = None,
 ) -> str:
     """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
-    rank 0's log and the state of every rank, too."""
-    metrics, events = Tail(folder / "metrics.jsonl"), Tail(folder / "events.jsonl")
+    rank 0's log and the state of every rank, too. `events` are those to come, all by default."""
+    metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / "events.jsonl")
+    shown: float = (
+        math.inf
+    )  # the last step; a run that starts again repeats those after its checkpoint
     log = Log(folder / "ranks" / "0.log")
     show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
     with show:
@@ -94,9 +107,12 @@ def follow(
             for words in log.new() if ranks else ():
                 show.print(words)
             for event in events.new():
+                shown = event["step"] if event["event"] == "started" else shown
                 show.event(event)
             for line in metrics.new():
-                show.step(line)
+                if line["step"] > shown:
+                    shown = line["step"]
+                    show.step(line)
             if now not in ACTIVE:
                 return now
             time.sleep(POLL_S)
@@ -122,7 +138,9 @@ def event_words(event: dict[str, Any]) -> str | None:
             return f"{event['world']} rank(s), steps {event['step']} to {event['steps']}"
         case "resumed":
             passed = "".join(f"; passed over {words}" for words in event["passed_over"])
-            return f"resumed at step {event['step']} from {event['path']}{passed}"
+            before, now = event.get("saved_by"), event.get("world")
+            ranks = f", with {now} rank(s) instead of {before}" if before != now else ""
+            return f"resumed at step {event['step']} from {event['path']}{ranks}{passed}"
         case "choices":
             titles = {"compile": "torch.compile", "cuda_graphs": "CUDA graphs"}
             return "; ".join(f"{titles[k]}: {event[k]}" for k in titles if k in event)

@@ -16,7 +16,7 @@ from muster.models.configs import (
     ResNetConfig,
     WhisperConfig,
 )
-from muster.models.presets import PRESETS, configure
+from muster.models.presets import PRESETS, check_preset
 from muster.recipe.load import list_recipes, load
 from muster.recipe.schema import Recipe
 
@@ -32,10 +32,7 @@ def find_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
             raise RecipeError(f"{error}. Or name a model: {', '.join(PRESETS)}") from None
         raise
     if recipe.model.pretrained is None:
-        try:
-            configure(recipe.model.preset)
-        except ValueError as error:
-            raise RecipeError(f"model.preset: {error}") from None
+        check_preset(recipe.task, recipe.model.preset)
     return recipe
 
 

@@ -73,6 +73,7 @@ def decision_tree(planner: Planner, found: SearchResult) -> list[str]:
                 else "Then FSDP and ZeRO apply: its layers are not split."
             )
         )
+    lines += _faster_precision(planner)
     if best is None:
         lines.append("Nothing fits.")
         return lines
@@ -86,13 +87,30 @@ def decision_tree(planner: Planner, found: SearchResult) -> list[str]:
         change = fastest.duration.total / best.duration.total - 1
         lines.append(
             f"Next: {fastest.choice.layout}, {choice_summary(fastest.choice)}: "
-            + (
-                f"{100 * change:.0f} % slower."
-                if change > 0.005
-                else f"as fast ({-100 * change:.0f} % faster), but less simple."
-            )
+            + compared(100 * change)
         )
     return lines
+
+
+def _faster_precision(planner: Planner) -> list[str]:
+    """`auto` takes fp32 where there is no bf16, since fp16 needs a loss scale."""
+    device, peaks = planner.cluster.device, planner.cluster.device.matrix_tflops
+    asked = planner.subject.recipe.training.precision
+    if asked != "auto" or "bf16" in peaks or peaks.get("fp16", 0.0) <= peaks["fp32"]:
+        return []
+    return [
+        f"{device.title} has no bf16, so this is fp32; training.precision=fp16, with a loss scale, is faster "
+        f"there: {peaks['fp16']:.0f} TFLOP/s at best instead of {peaks['fp32']:.0f}."
+    ]
+
+
+def compared(percent: float) -> str:
+    """A step of a plan that was not chosen, beside the chosen one's."""
+    if percent >= 0.5:
+        return f"{percent:.0f} % slower."
+    if percent > -0.5:
+        return "as fast, but less simple."
+    return f"{-percent:.0f} % faster by the estimate, but less simple."
 
 
 def _copies(planner: Planner, found: SearchResult) -> list[str]:

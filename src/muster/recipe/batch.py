@@ -29,6 +29,18 @@ class BatchSizes:
         return (places - self.global_batch) / self.global_batch
 
 
+def scaling_words(training: Training) -> str:
+    """`scale_with_ranks`, and what else than setting it leads to its value."""
+    each, steps = training.per_device_batch_size, training.gradient_accumulation_steps
+    words = f"training.scale_with_ranks={training.scale_with_ranks}"
+    if training.scale_with_ranks == "batch" and isinstance(each, int) and isinstance(steps, int):
+        words += (
+            f" (what per_device_batch_size {each} and gradient_accumulation_steps {steps} mean without "
+            "global_batch_size)"
+        )
+    return words
+
+
 def settle(recipe: Recipe, data_ranks: int) -> Recipe:
     """The recipe of a first start on `data_ranks`: `scale_with_ranks` applied, as plain numbers."""
     return recipe.model_copy(update={"training": _scaled(recipe.training, data_ranks)})

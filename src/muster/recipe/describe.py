@@ -30,6 +30,7 @@ class Key:
     ]  # JSON types accepted: integer, number, string, boolean, array, null, object
     default: Any
     description: str
+    choices: tuple[str, ...] = ()  # names that it takes
     off: bool = False  # a section that is null unless it is given
     resume: Literal["fixed", "free"] | None = None  # None: its section says it, or its own keys do
 
@@ -56,10 +57,11 @@ def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Ite
             words = [f"keys of its own, such as {dotted}.{first}"]
         yield Key(
             name=dotted,
-            expects=_either(words),
+            expects=either(words),
             kinds=frozenset(option["type"] for option in options),
             default=entry.get("default"),
             description=entry.get("description") or (section or {}).get("description", ""),
+            choices=tuple(name for option in options for name in _choices(option)),
             off=section is not None and "default" in entry and entry["default"] is None,
             resume=entry.get("resume"),
         )
@@ -74,12 +76,16 @@ def _follow(option: dict[str, Any], definitions: dict[str, Any]) -> dict[str, An
     return found
 
 
+def _choices(option: dict[str, Any]) -> list[str]:
+    return [
+        str(name) for name in option.get("enum", [option["const"]] if "const" in option else [])
+    ]
+
+
 def _words(option: dict[str, Any]) -> str:
     """One alternative of a key's type as a person would say it."""
-    if "const" in option:
-        return str(option["const"])
-    if "enum" in option:
-        return _either([str(choice) for choice in option["enum"]])
+    if choices := _choices(option):
+        return either(choices)
     kind = option["type"]
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _bounds(option)
@@ -112,7 +118,7 @@ def _bounds(option: dict[str, Any]) -> str:
     return " " + " and ".join(parts) if parts else ""
 
 
-def _either(words: list[str]) -> str:
+def either(words: list[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return ", ".join(words[:-1]) + " or " + words[-1]
@@ -146,6 +152,8 @@ def mismatch(key: Key, value: Any) -> str:
     hint = ""
     if key.expects.startswith("text") and isinstance(value, int | float):
         hint = ": put it in quotes"
+    if near := closest(str(value), key.choices):
+        hint = f"; nearest is {near}"
     if key.is_section and value is None:
         hint = "; leave the section out for its defaults"
     return f"got {got}, expected {key.expects}{hint}"

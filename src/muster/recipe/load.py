@@ -34,6 +34,12 @@ __all__ = ["Loaded", "from_resolved", "list_recipes", "load", "read", "to_yaml"]
 MISSING = "???"  # Hydra's mark for a value that whoever builds on a file must give
 SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 
+# Hydra 1.3 does what omegaconf 2.4 warns of.
+NEW_TO_HYDRA = (
+    r"register_new_resolver\(\) is deprecated",
+    "Implicit conversion from Version to str",
+)
+
 log = logging.getLogger(__name__)
 _composing = threading.Lock()  # Hydra keeps its state in a global
 
@@ -149,6 +155,8 @@ def _composed(path: Path) -> DictConfig:
     with _composing, warnings.catch_warnings():
         # Without `_self_` a file's own keys win over its defaults; Hydra would like that spelt out.
         warnings.filterwarnings("ignore", message=".*missing `_self_`")
+        for words in NEW_TO_HYDRA:
+            warnings.filterwarnings("ignore", message=words, module=r"hydra\.")
         outer = (
             GlobalHydra.instance().hydra
         )  # the caller may live inside a Hydra application of its own

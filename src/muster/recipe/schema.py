@@ -162,9 +162,10 @@ class Training(Section):
             return given
         if given.get("scale_with_ranks") == "none":
             raise ValueError(
-                "scale_with_ranks is none and global_batch_size is not given; give it, or leave "
-                "scale_with_ranks out: per_device_batch_size × gradient_accumulation_steps × ranks is it "
-                "then"
+                "global_batch_size is not given, and scale_with_ranks is none, as in the recipe.yaml of "
+                "every run; give global_batch_size, or leave scale_with_ranks out "
+                "(~training.scale_with_ranks): per_device_batch_size × gradient_accumulation_steps × ranks "
+                "is it then"
             )
         part = each * (steps if _count(steps) else 1)
         return {"scale_with_ranks": "batch", **given, "global_batch_size": part}

@@ -149,12 +149,7 @@ class CausalLM:
                 )
             return dataclasses.replace(config, dropout=wanted.dropout)
         vocab = wanted.vocab_size or self.tokenizer.size
-        language = [n for n, c in models.PRESETS.items() if isinstance(c, DecoderConfig)]
-        if not isinstance(models.PRESETS.get(wanted.preset), DecoderConfig):
-            raise RecipeError(
-                f"model.preset: {wanted.preset!r} is no language model; use one of "
-                f"{', '.join(language)}"
-            )
+        models.check_preset(self.recipe.task, wanted.preset)
         found = models.configure(wanted.preset, vocab=vocab, dropout=wanted.dropout)
         assert isinstance(found, DecoderConfig)
         return found

@@ -171,18 +171,9 @@ class ImageClassification:
 
 def _image_preset(wanted: Model) -> ResNetConfig | MnistNetConfig:
     """The preset, if it is an image model and no key is set that it does not use."""
-    try:
-        config = models.configure(wanted.preset)
-    except ValueError as error:
-        raise RecipeError(f"model.preset: {error}") from None
-    if not isinstance(config, ResNetConfig | MnistNetConfig):
-        known = [
-            n for n, c in models.PRESETS.items() if isinstance(c, ResNetConfig | MnistNetConfig)
-        ]
-        raise RecipeError(
-            f"model.preset: {wanted.preset} is not an image model; image-classification takes "
-            f"{', '.join(known)}"
-        )
+    models.check_preset("image-classification", wanted.preset)
+    config = models.PRESETS[wanted.preset]
+    assert isinstance(config, ResNetConfig | MnistNetConfig)
     for key in ("pretrained", "vocab_size", "lora", "norm", "dropout"):
         if getattr(wanted, key) != Model.model_fields[key].default:
             raise RecipeError(f"model.{key}: does not apply to {wanted.preset}; leave it out")

@@ -46,6 +46,7 @@ class SpeechCTC:
         if assets is not None:
             self.vocabulary = Vocabulary.from_json(assets["vocabulary"])
         else:
+            models.check_preset(recipe.task, recipe.model.preset)
             wanted = recipe.data.tokenizer
             kind = "characters" if wanted.kind == "auto" else wanted.kind
             if kind not in ("characters", "subwords"):

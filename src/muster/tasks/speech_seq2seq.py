@@ -279,12 +279,7 @@ class SpeechSeq2Seq:
         if self._folder is not None:
             config = whisper_folder.read_config(self._folder)
             return dataclasses.replace(config, dropout=wanted.dropout)
-        known = [n for n, c in models.PRESETS.items() if isinstance(c, WhisperConfig)]
-        if wanted.preset not in known:
-            raise RecipeError(
-                f"model.preset: {wanted.preset!r} is no Whisper; use one of {', '.join(known)}, or "
-                "name pretrained weights with model.pretrained"
-            )
+        models.check_preset(self.recipe.task, wanted.preset)
         found = models.configure(wanted.preset, dropout=wanted.dropout)
         assert isinstance(found, WhisperConfig)
         return found

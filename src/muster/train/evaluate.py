@@ -57,6 +57,7 @@ def evaluate(
     mesh: Mesh,
     batch_size: int,
     autocast: Callable[[], AbstractContextManager[Any]],
+    progress: Callable[[int, int], None] = lambda done, batches: None,
 ) -> Evaluation | None:
     """Scores of `split`, the same whatever the world size; None where there is no such split."""
     source = task.source(split)
@@ -67,8 +68,10 @@ def evaluate(
         part.eval()
     counts: Counter[str] = Counter()
     examples: list[Example] = []
-    batches = _rank_batches(source, task.windows(source.lengths, training=False), mesh, batch_size)
-    for batch, counted in _prefetch(task, source, batches):
+    windows = task.windows(source.lengths, training=False)
+    batches = list(_rank_batches(source, windows, mesh, batch_size))
+    for number, (batch, counted) in enumerate(_prefetch(task, source, batches)):
+        progress(number, len(batches))
         beat("evaluation")
         batch = task.prepare(batch.to(mesh.device))
         with autocast():

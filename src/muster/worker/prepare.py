@@ -81,8 +81,14 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     expected = decision.expected
     write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, expected, choices)
     if resumed.saved or resumed.passed_over:
-        path, passed_over = str(resumed.saved and resumed.saved.path), resumed.passed_over
-        observer.event("resumed", step=resumed.step, path=path, passed_over=passed_over)
+        observer.event(
+            "resumed",
+            step=resumed.step,
+            path=str(resumed.saved and resumed.saved.path),
+            passed_over=resumed.passed_over,
+            world=mesh.world,
+            saved_by=resumed.saved.manifest["world"] if resumed.saved else mesh.world,
+        )
     scale = LossScale.for_precision(precision)
     scale.load(resumed.trainer.get("scale", {}))
     observer.event(

@@ -33,6 +33,10 @@ RanksOption = Annotated[
     ),
 ]
 
+NoRehearsalOption = Annotated[
+    int | None, typer.Option("--rehearse", hidden=True)  # so that the refusal says why
+]
+
 FIGURES = {
     "time_us": "the time",
     "gb_per_s": "the bandwidth",

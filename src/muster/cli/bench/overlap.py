@@ -11,6 +11,7 @@ from muster.cli.bench.common import (
     AgainstOption,
     FolderOption,
     JsonOption,
+    NoRehearsalOption,
     RanksOption,
     measure_and_show,
     recipe_and,
@@ -35,11 +36,15 @@ def overlap(
     seconds: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Of each of the three times of a row.")
     ] = 2.0,
+    rehearse: NoRehearsalOption = None,
     folder: FolderOption = Path("runs/bench"),
     against: AgainstOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """How much of communication hides under computing, by DDP's buckets and FSDP's prefetching."""
+    from muster.hardware import rehearsal
+
+    rehearsal.refuse("muster bench overlap", flag=rehearse is not None)
     recipe, changes = recipe_and(recipe, overrides)
     sizes = _sizes(buckets)
     if gpus == 1:

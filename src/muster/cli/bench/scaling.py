@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from muster.cli.bench.common import AgainstOption, FolderOption, JsonOption, finish, recipe_and
+from muster.cli.bench.common import (
+    AgainstOption,
+    FolderOption,
+    JsonOption,
+    NoRehearsalOption,
+    finish,
+    recipe_and,
+)
 from muster.cli.common import Overrides, console
 from muster.errors import LaunchError
 
@@ -38,11 +45,15 @@ def scaling(
     steps: Annotated[
         int, typer.Option(min=4, metavar="N", help="Optimizer steps of each run that count.")
     ] = 20,
+    rehearse: NoRehearsalOption = None,
     folder: FolderOption = Path("runs/bench"),
     against: AgainstOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a recipe on 1, 2, 4 … devices: throughput, efficiency, and where the time went."""
+    from muster.hardware import rehearsal
+
+    rehearsal.refuse("muster bench scaling", flag=rehearse is not None)
     from muster.bench import results
     from muster.bench import scaling as bench
     from muster.bench.files import prepare
