@@ -46,7 +46,7 @@ def course(mesh, folder: str, recipe: str, options: list[str]) -> tuple[list[flo
 def assert_near(losses: list[float], expected: list[float]) -> None:
     """At every step, and both learn."""
     assert losses == pytest.approx(expected, rel=FEW_PER_CENT)
-    assert losses[-1] < 0.7 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_one_gpu_learns_as_in_bf16(ranks, tmp_path, record_property):
