@@ -14,6 +14,8 @@ OPTIONAL = {  # imported there only, where the recipe asks for it, and named in 
     "accelerate": {"hf_trainer.py"},
     "deepspeed": {"parallel/deepspeed.py"},
     "peft": {"models/lora.py"},
+    "torchao": {"parallel/float8.py"},
+    "triton": {"tasks/cross_entropy_kernels.py"},  # comes with torch for GPUs
     "scikit-learn": {"data/images/source.py", "data/images/files.py", "data/corpus.py"},
     "pillow": {"data/images/source.py", "data/images/files.py"},
 }

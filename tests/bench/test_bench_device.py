@@ -107,7 +107,7 @@ def test_a_product_as_fast_as_plain_torch():
 
 def test_a_gpu_that_nobody_knows_is_found_again_by_its_file(tmp_path, monkeypatch):
     """CUDA's answers stand in for a GPU; what was measured stands in for its peaks."""
-    gpu = SimpleNamespace(total_memory=11 * 2**30, multi_processor_count=68)
+    gpu = SimpleNamespace(total_memory=11 * 2**30, multi_processor_count=68, major=7, minor=5)
     answers = {
         "get_device_name": lambda device: "NVIDIA GeForce RTX 2080 Ti",
         "get_device_properties": lambda device: gpu,

@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 
 from muster.cli import app, common
 from muster.errors import MemoryLimitError, MusterError, RecipeError
+from muster.plan import report
 from muster.plan.memory import WORKSPACE
+from muster.plan.search import SearchResult
+from plan.subjects import LLAMA, planner, subject
 from processes import muster
 
 SMALL = ["gpt-micro", "data.sequence_length=64", "training.global_batch_size=16"]
@@ -94,12 +97,32 @@ def test_all_known_gpus_are_listed():
             RecipeError,
             "training.precision",
         ),
+        (
+            ["gpt2", "--gpu", "a100", "training.precision=fp8"],
+            RecipeError,
+            "NVIDIA A100 SXM 80 GB has no fp8; use bf16",
+        ),
+        (
+            [*SMALL, FIXED, "--gpu", "h100", "training.precision=fp8"],
+            RecipeError,
+            "fp8 would convert no layer",
+        ),
     ],
-    ids=["no such GPU", "no such model", "no size", "half a machine", "no bf16"],
+    ids=[
+        *("no such GPU", "no such model", "no size", "half a machine", "no bf16"),
+        *("no fp8", "no matrix for fp8"),
+    ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_cure(words, kind, said):
     with pytest.raises(kind, match=said):
         CliRunner().invoke(app, ["plan", *words], catch_exceptions=False)
+
+
+def test_fp8_is_planned_as_bf16_which_the_answer_says(monkeypatch):
+    monkeypatch.setattr(report, "_fits_one_device", lambda planner: (False, "more"))
+    thing = planner(subject(*LLAMA, "training.precision=fp8"))
+    lines = report.decision_tree(thing, SearchResult([], {}, None))
+    assert any(line.startswith("Planned as bf16") for line in lines)
 
 
 def test_a_machine_without_gpus_must_say_which():

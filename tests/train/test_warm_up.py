@@ -78,6 +78,7 @@ def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
         ("gpt2", [], None, False, False, "no: it gains little on a CPU"),
         ("gpt2", ["training.steps=100"], None, True, False, "no: a run of 100 steps is over"),
         ("gpt2", ["training.steps=100", "training.compile=true"], None, True, True, "yes: the"),
+        ("gpt2", ["training.precision=fp8", "training.steps=9"], 9, True, True, "yes: float8"),
         ("gpt2", ["training.compile=false"], None, True, False, "no: the recipe says so"),
         (
             "gpt2",

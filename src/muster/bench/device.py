@@ -19,7 +19,7 @@ import torch
 from muster.bench.files import prepare, write
 from muster.errors import LaunchError
 from muster.hardware import catalogue, cpus, inventory
-from muster.hardware.catalogue import Accelerator
+from muster.hardware.catalogue import FLOAT8_CAPABILITY, Accelerator
 from muster.hardware.devices import read
 
 WARM_UP, REPEATS = 3, 5
@@ -244,6 +244,7 @@ def unknown(device: torch.device, measured: dict[str, float]) -> Accelerator:
         host_gb_per_s=measured["host_gb_per_s"],
         per_node=torch.cuda.device_count(),
         network_gb_per_s=USUAL_NETWORK_GB_PER_S,
+        float8=not amd and (properties.major, properties.minor) >= FLOAT8_CAPABILITY,
     )
 
 

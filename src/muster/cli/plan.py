@@ -232,6 +232,8 @@ def _per_node(device: Accelerator, count: int, per_node: int | None) -> int:
 def _precision(asked: str, device: Accelerator) -> str:
     if asked == "auto":
         return "bf16" if "bf16" in device.matrix_tflops and device.name != "cpu" else "fp32"
+    if asked == "fp8" and device.float8:
+        return "bf16"  # the precision of everything else
     if asked not in device.matrix_tflops:
         raise RecipeError(
             f"training.precision: {device.title} has no {asked}; use "

@@ -238,6 +238,7 @@ def _sizes(recipe: Recipe, world: int) -> BatchSizes:
         "distributed.strategy": (recipe.distributed.strategy, ("auto", "ddp")),
         "model.lora": (recipe.model.lora, (None,)),
         "data.isolate_documents": (recipe.data.isolate_documents, (False,)),
+        "training.precision": (recipe.training.precision, ("auto", "fp32", "bf16", "fp16")),
         "training.activation_checkpointing": (
             recipe.training.activation_checkpointing,
             ("none", "full"),

@@ -24,6 +24,7 @@ from muster.hardware.devices import read_int
 DATA = Path(__file__).with_name("accelerators.yaml")
 BENCH = Path("runs/bench")  # where measurements are kept
 LINKS = ("nvlink", "xgmi", "pcie", "loopback")
+FLOAT8_CAPABILITY = (8, 9)  # compute capability with float8 products: Ada's; Hopper's is (9, 0)
 NUMBER_TYPES = ("bf16", "fp16", "fp32")
 THROUGHPUTS = (*(f"{kind}_tflops" for kind in NUMBER_TYPES), "memory_gb_per_s", "host_gb_per_s")
 MEASURED = (*THROUGHPUTS, "link_gb_per_s", "network_gb_per_s", "launch_us")
@@ -53,6 +54,7 @@ class Accelerator:
     host_gb_per_s: float  # one direction
     per_node: int
     network_gb_per_s: float  # one direction, per device; an assumption, clusters differ
+    float8: bool = False  # has float8 products that torch trains with
     sources: tuple[str, ...] = ()
     measured: Mapping[str, float] = field(default_factory=dict)
 
@@ -208,12 +210,13 @@ def _accelerator(name: str, entry: Mapping[str, Any], path: Path) -> Accelerator
         else:
             number = _number(value, path, f"{name}.{key}")
             values[key] = int(number) if key in ("units", "per_node") else number
+    values["float8"] = bool(entry.get("float8"))
     return Accelerator(**values, sources=tuple(entry.get("sources", ())))
 
 
 def _required(entry: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     for item in dataclasses.fields(Accelerator):
-        if item.name in ("name", "sources", "measured"):
+        if item.name in ("name", "float8", "sources", "measured"):
             continue
         if item.name not in entry:
             raise _bad(path, item.name, "is missing", "every field of an accelerator")

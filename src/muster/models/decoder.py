@@ -210,6 +210,7 @@ class Decoder(nn.Module):
             width=config.width,
             tied="embed.tokens.weight" if config.tied else None,
             cast_weights=True,
+            float8=("blocks.*.attention.*", "blocks.*.feed_forward.*"),
             compiled=("head",),
         )
 

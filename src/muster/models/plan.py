@@ -39,6 +39,9 @@ class ParallelPlan:
     width: int = 0  # of the residual stream
     tied: str | None = None  # the embedding's weight, if it is also the head's: two stages share it
     cast_weights: bool = False  # weights may be cast to the lower precision
+    float8: tuple[
+        str, ...
+    ] = ()  # linear layers whose products may be float8, `*` for any part of a name
 
     @property
     def layers(self) -> int:

@@ -14,6 +14,7 @@ from muster.parallel.compilation import compile_blocks
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.ddp import replicate
 from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
+from muster.parallel.float8 import Float8, convert
 from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import check_schedule, cut_evenly, stages_per_rank
@@ -29,8 +30,9 @@ def apply(
     precision: str,
     make_optimizer: MakeOptimizer,
     fill: Fill = materialise,
+    float8: Float8 = "none",
 ) -> Engine:
-    """tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
+    """float8 → tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
     model that was built on the meta device its weights."""
     layout, options = mesh.layout, recipe.distributed
     nn.functional.linear = LINEAR  # ZeRO 3 replaces it for all models of the process
@@ -45,9 +47,14 @@ def apply(
     sharded = layout.data_ranks > 1 and not layout.only_replicas
     stage = layout.pipeline > 1
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
+    gathers_float8 = False
     for part in parts:
         if weights is None:
             part.to(mesh.device)
+        if float8 != "none":
+            shards = layout.shard if sharded and resting == mesh.device else 1
+            scaling = convert(part, plan, shards, emulate=float8 == "emulated")
+            gathers_float8 = scaling == "tensorwise"
         if layout.tensor > 1:
             assert mesh.axes is not None
             tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options, stage=stage)
@@ -81,6 +88,7 @@ def apply(
         mesh,
         split_loss=split_loss,
         reduce_each=options.fsdp.reduce_each_micro_batch,
+        gathers_float8=gathers_float8,
     )
 
 

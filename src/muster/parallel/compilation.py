@@ -30,6 +30,8 @@ def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> Choice:
         reason = f"it gains little in a model of {recipe.task}"
     elif recipe.distributed.pipeline_options.schedule == "zero-bubble":
         reason = "the zero-bubble schedule splits the backward pass of each block"
+    elif recipe.training.precision == "fp8":
+        return Choice(True, "float8 products pay only in compiled blocks")
     elif steps is not None and steps < MIN_STEPS:
         reason = f"a run of {steps} steps is over before it pays; it takes {MIN_STEPS}"
     else:

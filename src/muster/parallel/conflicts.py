@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
+from muster.parallel.float8 import MULTIPLE
 from muster.parallel.layout import Layout
 from muster.recipe.schema import Recipe
 
@@ -17,6 +18,8 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy"
         )
+    if training.precision == "fp8":
+        _refuse_float8(recipe, layout)
     if recipe.model.freeze_encoder and layout.pipeline > 1:
         raise RecipeError(
             "model.freeze_encoder: a pipeline stage in the encoder would have nothing to train; set it "
@@ -34,6 +37,20 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
         raise RecipeError(
             f"distributed.fsdp.cpu_offload: nothing is sharded by FSDP under {layout}; use strategy "
             "fsdp or hsdp, or set it to false"
+        )
+
+
+def _refuse_float8(recipe: Recipe, layout: Layout) -> None:
+    if layout.zero or layout.tensor > 1 or layout.pipeline > 1:
+        raise RecipeError(
+            f"training.precision: fp8 trains on one GPU, and under ddp, fsdp and hsdp; this is {layout}. "
+            "Change distributed.strategy, or use bf16"
+        )
+    length = recipe.data.sequence_length
+    if recipe.task == "causal-lm" and length % MULTIPLE:
+        raise RecipeError(
+            f"data.sequence_length: float8 products need a multiple of {MULTIPLE}, and {length} is none; use "
+            f"{max(MULTIPLE, length - length % MULTIPLE)}, or training.precision=bf16"
         )
 
 

@@ -19,6 +19,7 @@ from muster.data.loader import Batch, Inputs
 from muster.models.weights import Weights
 from muster.parallel import state
 from muster.parallel.ddp import GradientClock
+from muster.parallel.float8 import update_scales
 from muster.parallel.gradients import global_norm, local_gradients
 from muster.parallel.graphs import Graphs
 from muster.parallel.mesh import Mesh
@@ -90,10 +91,11 @@ class TorchEngine:
         clock: GradientClock | None = None,
         split_loss: bool = False,
         reduce_each: bool = False,
+        gathers_float8: bool = False,
     ) -> None:
         self.module, self.parts, self.optimizer, self.mesh = module, parts, optimizer, mesh
         self.graphs: Graphs | None = None
-        self._reduce_each = reduce_each
+        self._reduce_each, self._gathers_float8 = reduce_each, gathers_float8
         self._clock, self._split_loss = clock, split_loss
 
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
@@ -157,6 +159,11 @@ class TorchEngine:
         optimizer.grad_scale = None if divisor is None else divisor.float().to(device)
         optimizer.found_inf = None if finite is None else (~finite).float().to(device)
         optimizer.step()
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self._gathers_float8:
+            update_scales(self.parts)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.graphs is None)
@@ -170,6 +177,7 @@ class TorchEngine:
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         state.set_step(self.optimizer, loaded)
+        self._weights_changed()
 
 
 def full_tensor(output: Any) -> Any:

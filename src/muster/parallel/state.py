@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from muster.parallel.float8 import without_wrapper
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -23,7 +25,9 @@ def named_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, A
     named = {name: p for part in parts for name, p in part.named_parameters() if p.requires_grad}
     steps = [optimizer.state[p]["step"] for p in named.values()]
     return {
-        "model": {name: t for part in parts for name, t in part.state_dict().items()},
+        "model": {
+            name: without_wrapper(t) for part in parts for name, t in part.state_dict().items()
+        },
         "optimizer": {
             "step": steps[0].detach().clone().cpu(),
             **{

@@ -61,6 +61,8 @@ def decision_tree(planner: Planner, found: SearchResult) -> list[str]:
     device = planner.cluster.device
     fits, needs = _fits_one_device(planner)
     lines = [f"Does one copy fit on one {device.title}? {_yes(fits)} It needs {needs}."]
+    if planner.subject.recipe.training.precision == "fp8":
+        lines.append("Planned as bf16: time and memory of float8 products are not known here.")
     best = found.best
     if fits:
         lines += _copies(planner, found)

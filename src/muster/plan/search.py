@@ -10,6 +10,7 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
+from muster.parallel import float8
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
 from muster.parallel.stages import check_schedule
@@ -153,6 +154,9 @@ class _Search:
         recipe = self.recipe.model_copy(update={"training": training})
         refuse_conflicts(recipe, choice.layout)
         refuse_tensor_conflicts(recipe, choice.layout, self.planner.subject.plan)
+        if training.precision == "fp8":
+            subject, gathered = self.planner.subject, choice.sharded and choice.offload == "none"
+            float8.choose(subject.model, subject.plan, choice.layout.shard if gathered else 1)
 
     def _infeasible(self, layout: Layout, offload: bool) -> str | None:
         """Why this layout cannot run, as far as no recording is needed."""

@@ -116,9 +116,11 @@ class Training(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] | None = free(
         1.0, description="Clip the global gradient norm to this; `null` measures without clipping."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = free(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = free(
         "auto",
-        description="`auto`: bf16 if every GPU has it (V100 and T4 only emulate it), else fp32. fp16 uses a loss scaler.",
+        description="`auto`: bf16 if every GPU has it (V100 and T4 only emulate it), else fp32. fp16 uses a loss "
+        "scaler. fp8: bf16, and float8 products in the large linear layers of causal-lm's blocks, on GPUs "
+        "from Ada and Hopper on, under ddp, fsdp and hsdp; needs torchao.",
     )
     activation_checkpointing: Literal["none", "full", "selective"] = free(
         "none",
@@ -128,7 +130,7 @@ class Training(Section):
     compile: bool | Literal["auto"] = free(
         "auto",
         description="torch.compile each block. `auto`: language models and Whisper on GPUs, in "
-        "runs of 200 steps or more; where compilation fails, the run goes on without.",
+        "runs of 200 steps or more, or with fp8; where compilation fails, the run goes on without.",
     )
     cuda_graphs: bool | Literal["auto"] = free(
         "auto",

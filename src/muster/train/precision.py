@@ -10,16 +10,21 @@ import torch
 
 from muster.errors import RecipeError
 from muster.parallel.dtypes import DTYPES
+from muster.parallel.float8 import refuse_device
 from muster.parallel.mesh import Mesh
 
 
 def resolve_precision(asked: str, device: torch.device) -> str:
-    """`auto` is bf16 on a GPU that has it, else fp32. V100 and T4 only emulate it."""
+    """`auto` is bf16 on a GPU that has it, else fp32. V100 and T4 only emulate it. fp8 is bf16 but for
+    the layers that `muster.parallel.float8` converts."""
     if asked == "auto":
         gpu = device.type == "cuda"
         return "bf16" if gpu and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if asked == "fp16" and device.type == "cpu":
         raise RecipeError("training.precision: fp16 has no fast path on a CPU; use fp32 or bf16")
+    if asked == "fp8":
+        refuse_device(device)
+        return "bf16"
     return asked
 
 

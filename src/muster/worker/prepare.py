@@ -26,6 +26,7 @@ from muster.parallel.apply import apply
 from muster.parallel.compilation import CompilationError
 from muster.parallel.deepspeed_config import config_for
 from muster.parallel.engine import Engine
+from muster.parallel.float8 import Float8
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import microbatches
@@ -56,6 +57,11 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     compiled = _choose_compilation(recipe, len(source), mesh, choices.get("compile"))
     choices["compile"] = compiled
     recipe = compilation.with_compile(recipe, compiled.used)
+    asked_fp8 = recipe.training.precision == "fp8"
+    if asked_fp8 and not compiled.used and mesh.first:
+        log.warning(
+            "training.precision: fp8 is slower than bf16 where nothing is compiled (%s)", compiled
+        )
     decision = decide(recipe, task, source, mesh, precision)
     mesh = mesh.with_layout(decision.layout)
     pieces = _pipeline_pieces(recipe, mesh.layout, decision.sizes)
@@ -79,7 +85,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     )
     parameters = parameter_count(task)
     expected = decision.expected
-    write_plan(run, mesh, sizes, loader.plan, steps, precision, parameters, expected, choices)
+    named = "fp8" if asked_fp8 else precision
+    write_plan(run, mesh, sizes, loader.plan, steps, named, parameters, expected, choices)
     if resumed.saved or resumed.passed_over:
         observer.event(
             "resumed",
@@ -175,7 +182,8 @@ def build_engine(
         document = config_for(solved, mesh.layout.zero, mesh.world, precision)
         write_json(run.path / "deepspeed.json", document)
     make = lambda named: make_optimizer(recipe.training, named)  # noqa: E731
-    return apply(task, mesh, solved, precision, make)
+    float8: Float8 = "device" if recipe.training.precision == "fp8" else "none"
+    return apply(task, mesh, solved, precision, make, float8=float8)
 
 
 @dataclass(frozen=True)
