@@ -25,7 +25,7 @@ from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.messages import Message
-from muster.plan.meta import on_meta
+from muster.plan.meta import allocate, on_meta
 from muster.plan.op_cost import OpCost
 from muster.plan.subject import Subject, blocks_of, fake
 from muster.plan.trace import MemoryPeak, Recorder, Trace, TracePoint
@@ -262,7 +262,7 @@ class _ProfileRecorder:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch = self.subject.batch(rows, costliest=self.costliest)
         with fake_mode:
-            model.to_empty(device="cpu")
+            allocate(model)
             for p in (*model.parameters(), *model.buffers()):
                 recorder.track(p, "weights")
             _mark_gradients(model, recorder)

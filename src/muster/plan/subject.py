@@ -87,6 +87,12 @@ class Subject:
         return self.task.collate([sample] * rows, 0, float(self.source.lengths[index]))
 
     @cached_property
+    def uniform(self) -> bool:
+        """Whether the costliest micro-batch has the shapes of the average one."""
+        costliest, usual = (signature(self.batch(1, costliest=yes)) for yes in (True, False))
+        return costliest == usual
+
+    @cached_property
     def _longest_index(self) -> int:
         assert self.source is not None
         return int(np.argmax(self.source.lengths))
@@ -129,6 +135,17 @@ class Subject:
 def _tokens(length: int) -> PackedSample:
     row = np.zeros(length + 1, np.int64)
     return PackedSample(0, row, length, row[:-1], row[:-1])
+
+
+def signature(batch: Batch) -> dict[str, Any]:
+    """What a recording depends on."""
+    return {name: layout_of(value) for name, value in batch.tensors.items()}
+
+
+def layout_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), value.stride())
+    return (repr(value),)
 
 
 def fake(batch: Batch, mode: Any) -> Batch:
