@@ -63,9 +63,9 @@ class _LateFunctions(ModuleType):
         return call
 
 
-def import_partitioner_only() -> None:
-    """The partitioner takes two functions from Inductor's pattern matcher, which imports all of Inductor's
-    lowerings, for seconds, although only Inductor itself calls them."""
+def import_pattern_matcher() -> None:
+    """Of which the partitioner calls two functions. It imports all of Inductor's lowerings, which takes
+    seconds, for a function that only Inductor calls."""
     if LOWERING in sys.modules:
         return
     sys.modules[LOWERING] = _LateFunctions(LOWERING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import sys
 from contextlib import nullcontext
@@ -12,6 +14,7 @@ import typer
 
 from muster.cli.common import Overrides, console, program
 from muster.errors import MemoryLimitError, RecipeError
+from muster.plan.collector import collector_paused
 
 SIMULATED = 2  # micro-batches: the second one accumulates into gradients
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from muster.recipe.schema import Recipe
 
 
+@collector_paused()
 def plan(
     recipe: Annotated[
         str,
@@ -97,16 +101,14 @@ def plan(
         resolved = find_recipe(recipe, changes)
     precision = _precision(resolved.training.precision, device)
 
-    from muster.plan.collector import collector_paused
-
-    with collector_paused():
-        from muster.cli import plan_table  # torch, from here on: mistakes are found before
-        from muster.plan import report
-        from muster.plan.open_subject import open_subject
-        from muster.plan.planner import Planner
-        from muster.plan.recordings import Recordings
-        from muster.plan.search import search
-        from muster.plan.time import Cluster
+    atexit.register(gc.freeze)  # else Python looks through all of torch's objects as it ends
+    from muster.cli import plan_table  # torch, from here on: mistakes are found before
+    from muster.plan import report
+    from muster.plan.open_subject import open_subject
+    from muster.plan.planner import Planner
+    from muster.plan.recordings import Recordings
+    from muster.plan.search import search
+    from muster.plan.time import Cluster
 
     subject, cluster = open_subject(resolved), Cluster(device, count, size)
     planner = Planner(

@@ -76,12 +76,12 @@ class Compiler:
         if cache_key not in self.cache:
             from muster.torch_internals import (  # takes seconds
                 aot_function,
-                import_partitioner_only,
+                import_pattern_matcher,
                 min_cut_rematerialization_partition,
                 select_decomp_table,
             )
 
-            import_partitioner_only()
+            import_pattern_matcher()
             self.cache[cache_key] = aot_function(
                 flat,
                 self._kernels,  # type: ignore[arg-type]

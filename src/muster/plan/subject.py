@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
 TIMED_SAMPLES = 4
+DEEPEST = 3  # blocks of a stack in a recording
 SAMPLED_STEPS = 64  # of an epoch, to estimate padding
 
 
@@ -41,6 +42,14 @@ class Subject:
     @cached_property
     def plan(self) -> ParallelPlan:
         return self.model.plan  # type: ignore[return-value]
+
+    @cached_property
+    def shallow(self) -> nn.Module:
+        """The model as deep as the deepest recording, on the meta device."""
+        with on_meta():
+            model = self.task.build_model()
+        truncate(model, self.plan, dict.fromkeys(blocks_of(model, self.plan.blocks), DEEPEST))
+        return model
 
     def part(self, start: int, stop: int) -> nn.Module:
         """Layers `start` … `stop - 1` on the meta device."""
@@ -165,3 +174,11 @@ def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Modul
         if children and all(type(child).__name__ in names for child in children):
             stacks[name] = children
     return stacks
+
+
+def truncate(model: nn.Module, plan: ParallelPlan, depths: Mapping[str, int]) -> None:
+    """Keeps the first `depths[name]` blocks of each stack, in place."""
+    for name in blocks_of(model, plan.blocks):
+        stack: Any = model.get_submodule(name)
+        for key in list(stack._modules)[depths[name] :]:
+            del stack._modules[key]
