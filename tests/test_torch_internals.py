@@ -1,11 +1,14 @@
 """The private names of torch's that muster uses are where they are expected."""
 
+import json
+import sys
 from importlib import import_module
 
 import pytest
 import torch
 
 from muster import torch_internals
+from processes import run
 
 
 @pytest.mark.parametrize(("name", "home"), torch_internals.HOMES.items())
@@ -21,3 +24,18 @@ def test_torch_still_has_it(name, home):
 def test_any_other_name_is_refused():
     with pytest.raises(AttributeError, match="has no attribute nothing"):
         torch_internals.nothing  # noqa: B018
+
+
+def test_what_torch_would_compile_is_partitioned_without_inductor_s_lowerings(tmp_path):
+    code = """
+import sys
+from muster.torch_internals import LOWERING, import_pattern_matcher
+import_pattern_matcher()
+from torch._inductor.pattern_matcher import same_mutation_regions
+print(LOWERING in sys.modules)
+"""
+    assert run([sys.executable, "-c", code], tmp_path).stdout == "False\n"
+
+
+def test_a_function_that_is_imported_late_is_the_real_one():
+    assert torch_internals._LateFunctions("json").dumps([1]) == json.dumps([1])

@@ -6,7 +6,10 @@ so a new torch that lacks one fails there first, by name. A name is imported whe
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 HOMES = {
@@ -45,3 +48,28 @@ def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     return getattr(import_module(HOMES[name]), name)
+
+
+LOWERING = "torch._inductor.lowering"
+
+
+class _LateFunctions(ModuleType):
+    """Stands for a module of which another imports functions; each imports the real module when called."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(import_module(self.__name__), name)(*args, **kwargs)
+
+        return call
+
+
+def import_pattern_matcher() -> None:
+    """Of which the partitioner calls two functions. It imports all of Inductor's lowerings, which takes
+    seconds, for a function that only Inductor calls."""
+    if LOWERING in sys.modules:
+        return
+    sys.modules[LOWERING] = _LateFunctions(LOWERING)
+    try:
+        import_module("torch._inductor.pattern_matcher")
+    finally:
+        del sys.modules[LOWERING]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from muster.plan import profile
-from muster.plan.compiled import Compiler
+from muster.plan.compiled import Compiler, _allocate_outputs
 from muster.plan.fake_cuda import fake_cuda
 from muster.plan.profile import FEW, KEPT, MORE, ExecutionMode, record
 from muster.plan.subject import blocks_of
@@ -141,6 +142,32 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
         sum(w.flops * n for w, _, n in load.ops if w.kind == "matrix") for load in (plain, compiled)
     ]
     assert products[0] == pytest.approx(products[1], rel=1e-9)
+
+
+def test_only_micro_batches_of_equal_shapes_are_uniform():
+    assert subject(*GPT).uniform
+    assert subject(*MODELS["resnet"]).uniform
+    assert not subject(*MODELS["lmu"]).uniform
+
+
+def test_outputs_are_allocated_as_they_would_be_computed():
+    """In the same layout, and as views of the same inputs and outputs."""
+
+    def function(x, w):
+        y = (x @ w).relu()
+        return x, w.t(), y.transpose(0, 1), y.view(-1), y.split(2)[1], y.max(dim=0)[0], x * 2
+
+    given = torch.ones(4, 3), torch.ones(3, 6)
+    graph = make_fx(function, tracing_mode="fake")(*given)
+    found = [
+        [
+            (t.shape, t.stride(), t.dtype, storages.index(t.untyped_storage().data_ptr()))
+            for t in out
+        ]
+        for out in (graph(*given), _allocate_outputs(graph.graph, given))
+        for storages in [[t.untyped_storage().data_ptr() for t in (*given, *out)]]
+    ]
+    assert found[0] == found[1]
 
 
 @pytest.mark.full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import typer
 
 from muster.cli.common import Overrides, console, program, working
 from muster.errors import MemoryLimitError, RecipeError
+from muster.plan.collector import collector_paused
 
 MOST_PER_NODE = 16  # that is suggested
 SIMULATED = 2  # micro-batches: the second one accumulates into gradients
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from muster.recipe.schema import Recipe
 
 
+@collector_paused()
 def plan(
     recipe: Annotated[
         str,
@@ -97,17 +101,15 @@ def plan(
         resolved = find_recipe(recipe, changes)
     precision = _precision(resolved.training.precision, device)
 
-    from muster.plan.collector import collector_paused
-
+    atexit.register(gc.freeze)  # else Python looks through all of torch's objects as it ends
     with working("searching strategies"):
-        with collector_paused():
-            from muster.cli import plan_table  # torch, from here on: mistakes are found before
-            from muster.plan import report
-            from muster.plan.open_subject import open_subject
-            from muster.plan.planner import Planner
-            from muster.plan.recordings import Recordings
-            from muster.plan.search import search
-            from muster.plan.time import Cluster
+        from muster.cli import plan_table  # torch, from here on: mistakes are found before
+        from muster.plan import report
+        from muster.plan.open_subject import open_subject
+        from muster.plan.planner import Planner
+        from muster.plan.recordings import Recordings
+        from muster.plan.search import search
+        from muster.plan.time import Cluster
 
         subject, cluster = open_subject(resolved), Cluster(device, count, size)
         planner = Planner(

@@ -47,8 +47,7 @@ class Compiler:
         names = [name for name, p in root.named_parameters() if id(p) in own]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            parameters = dict(root.named_parameters())
-            weights = [parameters[name] for name in names]
+            weights = [root.get_parameter(name) for name in names]
 
             def pure(weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
                 with _reparametrize_module(root, dict(zip(names, weights, strict=True))):
@@ -77,10 +76,12 @@ class Compiler:
         if cache_key not in self.cache:
             from muster.torch_internals import (  # takes seconds
                 aot_function,
+                import_pattern_matcher,
                 min_cut_rematerialization_partition,
                 select_decomp_table,
             )
 
+            import_pattern_matcher()
             self.cache[cache_key] = aot_function(
                 flat,
                 self._kernels,  # type: ignore[arg-type]
@@ -102,7 +103,7 @@ class Compiler:
             tensors = list(given)
             given.clear()
             with recorder.unrecorded():
-                out = graph(*tensors)
+                out = _allocate_outputs(graph.graph, tensors)
             recorder.track_temporary(summary.peak)
             recorder.release(tensors[i] for i in summary.consumed)
             for tensor in out:
@@ -143,6 +144,30 @@ class Summary:
         costs += _fused_costs(groups, sources, realized)
         peak = _peak_memory(nodes, sources, realized, [inputs[i] for i in kept], output)
         return cls([cost for cost in costs if cost is not None], peak, kept)
+
+
+def _allocate_outputs(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs, without computing them. Some are views of inputs or of other outputs."""
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    values = dict(zip(placeholders, inputs, strict=True))
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return list(fx.node.map_arg(output.args[0], lambda node: _allocate(node, values)))
+
+
+def _allocate(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """Views are views of what is allocated for their source."""
+    if node not in values:
+        if _source(node) is node and _is_tensor(like := node.meta["val"]):
+            values[node] = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
+        else:
+            target: Any = node.target
+            args, kwargs = fx.node.map_arg(
+                (node.args, node.kwargs), lambda used: _allocate(used, values)
+            )
+            values[node] = target(*args, **kwargs)
+    return values[node]
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -20,6 +20,18 @@ def on_meta() -> Iterator[None]:
         yield
 
 
+def allocate(model: nn.Module) -> None:
+    """Onto the CPU, in place. Under a FakeTensorMode `to_empty` makes a fake tensor of each meta tensor
+    first, which takes most of its time."""
+    model._apply(_allocated)
+
+
+def _allocated(tensor: Tensor) -> Tensor:
+    if type(tensor) not in (Tensor, nn.Parameter):  # DTensor
+        return torch.empty_like(tensor, device="cpu")
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
 class _Uninitialised(TorchFunctionMode):
     """Nothing is initialised. On the meta device that would only import torch._dynamo, which takes
     seconds."""

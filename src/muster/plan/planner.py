@@ -159,8 +159,7 @@ class Planner:
         )
 
     def _profile(self, mode: ExecutionMode, costliest: bool) -> Profile:
-        fixed = self.subject.recipe.task == "causal-lm" or self.subject.source is None
-        key = (mode, costliest or fixed)
+        key = (mode, costliest or self.subject.uniform)
         if key not in self._profiles:
             self._profiles[key] = self._saved_or_recorded(*key)
         return self._profiles[key]

@@ -11,7 +11,6 @@ import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,14 @@ from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
 from muster.plan.messages import Message
-from muster.plan.meta import on_meta
+from muster.plan.meta import allocate
 from muster.plan.op_cost import OpCost
-from muster.plan.subject import Subject, blocks_of, fake
+from muster.plan.subject import DEEPEST, Subject, blocks_of, fake, truncate
 from muster.plan.trace import MemoryPeak, Recorder, Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
 from muster.torch_internals import FakeTensorMode
 
-SHORT = 2  # blocks of a stack in the shortest recording
+SHORT = DEEPEST - 1  # blocks of a stack in the shortest recording
 FEW, MORE = 2, 4  # samples
 KEPT = TracePoint("kept")  # between the forward and the backward pass
 
@@ -223,7 +222,7 @@ def record(
     recorder = _ProfileRecorder(subject, mode, costliest, axis, options, compiler or Compiler())
     pairs = {
         name: (recorder.record(depths, FEW), recorder.record(depths, MORE))
-        for name, depths in [("", short), *((n, short | {n: SHORT + 1}) for n in growing)]
+        for name, depths in [("", short), *((n, short | {n: DEEPEST}) for n in growing)]
     }
     return Profile(short, pairs.pop(""), pairs)
 
@@ -237,15 +236,6 @@ class _ProfileRecorder:
     options: TensorOptions | None
     compiler: Compiler
 
-    @cached_property
-    def template(self) -> nn.Module:
-        """On the meta device, as deep as the deepest recording."""
-        with on_meta():
-            model = self.subject.task.build_model()
-        stacks = blocks_of(model, self.subject.plan.blocks)
-        truncate(model, self.subject.plan, dict.fromkeys(stacks, SHORT + 1))
-        return model
-
     def record(self, depths: Depths, rows: int) -> Trace:
         """Again if something was compiled, since tracing keeps tensors alive that later calls do not."""
         known = len(self.compiler.cache)
@@ -254,7 +244,7 @@ class _ProfileRecorder:
 
     def _record_once(self, depths: Depths, rows: int) -> Trace:
         plan, mode = self.subject.plan, self.mode
-        model = copy.deepcopy(self.template)
+        model = copy.deepcopy(self.subject.shallow)
         truncate(model, plan, depths)
         if mode.rounded_weights and plan.cast_weights and mode.precision in DTYPES:
             model.to(DTYPES[mode.precision])
@@ -262,7 +252,7 @@ class _ProfileRecorder:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch = self.subject.batch(rows, costliest=self.costliest)
         with fake_mode:
-            model.to_empty(device="cpu")
+            allocate(model)
             for p in (*model.parameters(), *model.buffers()):
                 recorder.track(p, "weights")
             _mark_gradients(model, recorder)
@@ -315,14 +305,6 @@ class _ProfileRecorder:
         kept = recorder.allocated["activations"]
         recorder.trace.timeline[KEPT] = [(kept, kept)]
         (loss * 1.0).backward()
-
-
-def truncate(model: nn.Module, plan: ParallelPlan, depths: Depths) -> None:
-    """Keeps the first `depths[name]` blocks of each stack, in place."""
-    for name in blocks_of(model, plan.blocks):
-        stack: Any = model.get_submodule(name)
-        for key in list(stack._modules)[depths[name] :]:
-            del stack._modules[key]
 
 
 def _mark_blocks(stacks: Mapping[str, Sequence[nn.Module]], recorder: Recorder) -> None:

@@ -27,7 +27,7 @@ from muster.data.cache import cache_folder
 from muster.plan.messages import Message
 from muster.plan.op_cost import OpCost
 from muster.plan.profile import FEW, MORE, ExecutionMode, Profile
-from muster.plan.subject import Subject
+from muster.plan.subject import Subject, layout_of, signature
 from muster.plan.trace import Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
 
@@ -98,24 +98,15 @@ def recording_key(
         "assets": subject.task.assets,
         "model": repr(subject.model),
         "parameters": [
-            (name, *_signature(p), p.requires_grad) for name, p in subject.model.named_parameters()
+            (name, *layout_of(p), p.requires_grad) for name, p in subject.model.named_parameters()
         ],
         "plan": repr(subject.plan),
-        "batches": [
-            (batch.units, {name: _signature(value) for name, value in batch.tensors.items()})
-            for batch in batches
-        ],
+        "batches": [signature(batch) for batch in batches],
         "mode": astuple(mode),
         "options": options.model_dump(mode="json") if mode.tensor > 1 else None,
         "program": [_sources_digest(), *_platform()],
     }
     return hashlib.sha256(json.dumps(document, sort_keys=True, default=repr).encode()).hexdigest()
-
-
-def _signature(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, torch.Tensor):
-        return (str(value.dtype), tuple(value.shape), value.stride())
-    return (repr(value),)
 
 
 def _platform() -> list[str]:

@@ -40,7 +40,7 @@ from muster.parallel.stages import cut_evenly, stages_per_rank
 from muster.plan.collector import collector_paused
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
-from muster.plan.meta import on_meta
+from muster.plan.meta import allocate, on_meta
 from muster.plan.rank_recorder import (
     GRADIENTS,
     HOST,
@@ -281,7 +281,7 @@ class _Rank:
 
     def _fill(self, model: nn.Module, *_: Any) -> None:
         with self.mode:
-            model.to_empty(device="cpu")
+            allocate(model)
 
     def _compile(self, part: nn.Module) -> None:
         """Replaces torch.compile. Activation checkpointing is applied to the compiled forward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 
 TIMED_SAMPLES = 4
+DEEPEST = 3  # blocks of a stack in a recording
 SAMPLED_STEPS = 64  # of an epoch, to estimate padding
 
 
@@ -41,6 +42,14 @@ class Subject:
     @cached_property
     def plan(self) -> ParallelPlan:
         return self.model.plan  # type: ignore[return-value]
+
+    @cached_property
+    def shallow(self) -> nn.Module:
+        """The model as deep as the deepest recording, on the meta device."""
+        with on_meta():
+            model = self.task.build_model()
+        truncate(model, self.plan, dict.fromkeys(blocks_of(model, self.plan.blocks), DEEPEST))
+        return model
 
     def part(self, start: int, stop: int) -> nn.Module:
         """Layers `start` … `stop - 1` on the meta device."""
@@ -87,6 +96,12 @@ class Subject:
         return self.task.collate([sample] * rows, 0, float(self.source.lengths[index]))
 
     @cached_property
+    def uniform(self) -> bool:
+        """Whether the costliest micro-batch has the shapes of the average one."""
+        costliest, usual = (signature(self.batch(1, costliest=yes)) for yes in (True, False))
+        return costliest == usual
+
+    @cached_property
     def _longest_index(self) -> int:
         assert self.source is not None
         return int(np.argmax(self.source.lengths))
@@ -131,6 +146,17 @@ def _tokens(length: int) -> PackedSample:
     return PackedSample(0, row, length, row[:-1], row[:-1])
 
 
+def signature(batch: Batch) -> dict[str, Any]:
+    """What a recording depends on."""
+    return {name: layout_of(value) for name, value in batch.tensors.items()}
+
+
+def layout_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (str(value.dtype), tuple(value.shape), value.stride())
+    return (repr(value),)
+
+
 def fake(batch: Batch, mode: Any) -> Batch:
     """The batch as fake tensors."""
     tensors = {
@@ -148,3 +174,11 @@ def blocks_of(model: nn.Module, names: Sequence[str]) -> dict[str, list[nn.Modul
         if children and all(type(child).__name__ in names for child in children):
             stacks[name] = children
     return stacks
+
+
+def truncate(model: nn.Module, plan: ParallelPlan, depths: Mapping[str, int]) -> None:
+    """Keeps the first `depths[name]` blocks of each stack, in place."""
+    for name in blocks_of(model, plan.blocks):
+        stack: Any = model.get_submodule(name)
+        for key in list(stack._modules)[depths[name] :]:
+            del stack._modules[key]

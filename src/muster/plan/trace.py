@@ -92,6 +92,11 @@ class Recorder(TorchDispatchMode):
         self._tracked: dict[int, tuple[Any, int, str]] = {}
         self._unrecorded = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it is active; to skip Dynamo would take a tenth of all time."""
+        return False
+
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
