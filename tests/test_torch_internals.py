@@ -38,4 +38,6 @@ print(LOWERING in sys.modules)
 
 
 def test_a_function_that_is_imported_late_is_the_real_one():
-    assert torch_internals._LateFunctions("json").dumps([1]) == json.dumps([1])
+    late = torch_internals._LateFunctions("json")
+    assert late.dumps([1]) == json.dumps([1])
+    assert not hasattr(late, "__file__")  # inspect reads it of every module

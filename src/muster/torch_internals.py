@@ -57,6 +57,9 @@ class _LateFunctions(ModuleType):
     """Stands for a module of which another imports functions; each imports the real module when called."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):  # looked for in every module by whoever goes through them
+            raise AttributeError(name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             return getattr(import_module(self.__name__), name)(*args, **kwargs)
 
