@@ -36,11 +36,14 @@ def planner(
     gib: float | None = None,
     per_node: int = 8,
     network: float | None = None,
+    launch_us: float | None = None,
 ) -> Planner:
-    """On so many H100s, or devices like it with other memory, or a network of so many GB/s."""
+    """On so many H100s, or devices like it with other memory, a network of so many GB/s, or another host."""
     device = catalogue.find("h100")
     if network is not None:
         device = replace(device, network_gb_per_s=network)
+    if launch_us is not None:
+        device = replace(device, measured={"launch_us": launch_us})
     if gib is not None:
         device = replace(device, memory_gib=gib)
     return _recorded(thing).on(Cluster(device, gpus, per_node))

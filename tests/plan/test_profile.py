@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from muster.parallel.blocks import checkpoint_activations
 from muster.plan import profile
 from muster.plan.compiled import Compiler, _allocate_outputs
 from muster.plan.fake_cuda import fake_cuda
 from muster.plan.profile import FEW, KEPT, MORE, ExecutionMode, record
 from muster.plan.subject import blocks_of
-from muster.plan.trace import Recorder
+from muster.plan.trace import Recorder, Trace
 from plan.subjects import GPT, LLAMA, subject
 
 MODELS = {
@@ -37,9 +42,10 @@ def depths_of(thing):
 
 def whole(thing, mode: ExecutionMode, rows: int):
     """A recording of all blocks at once."""
-    recorder = profile._ProfileRecorder(thing, mode, True, None, None, Compiler())
+    deep = replace(thing)
     with torch.device("meta"):
-        recorder.template = thing.task.build_model()
+        vars(deep)["shallow"] = thing.task.build_model()  # the cached property
+    recorder = profile._ProfileRecorder(deep, mode, True, None, None, Compiler())
     return recorder.record(depths_of(thing), rows)
 
 
@@ -68,12 +74,19 @@ def test_two_blocks_and_a_third_tell_of_all(model, mode):
     assert sum(w.flops * n for w, _, n in load.ops) == pytest.approx(flops, rel=1e-9)
     traffic = sum(cost.bytes for cost, _ in seen.ops)
     assert sum(w.bytes * n for w, _, n in load.ops) == pytest.approx(traffic, rel=0.01)
-    assert load.calls == seen.calls.total()
+    assert load.calls == in_all(seen)
     assert load.kept == pytest.approx(seen.peaks[KEPT].activations, rel=0.005)
     for measure in ("activations", "with_gradients"):
         highest = max(getattr(h, measure) for h in seen.peaks.values())
         told = max(getattr(h, measure) for h in load.peaks.values())
         assert told == pytest.approx(highest, rel=0.005)
+
+
+def in_all(trace: Trace) -> dict[str, int]:
+    calls: Counter[str] = Counter()
+    for (_, call), count in trace.calls.items():
+        calls[call] += count
+    return dict(calls)
 
 
 @pytest.mark.full
@@ -142,6 +155,38 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
         sum(w.flops * n for w, _, n in load.ops if w.kind == "matrix") for load in (plain, compiled)
     ]
     assert products[0] == pytest.approx(products[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_compiled_block_saves_what_torch_compile_does(checkpointing):
+    """By the partitioner of torch's own compilers, in bytes."""
+    told, real = one_block(), one_block()
+    Compiler(Recorder()).module(told, told[0], checkpointing)
+    checkpoint_activations(list(real), checkpointing)
+    real[0].compile(backend="aot_eager_decomp_partition")
+    assert saved_bytes(told) == saved_bytes(real) > 0
+
+
+def one_block() -> nn.Sequential:
+    model = subject(*GPT).task.build_model()
+    return nn.Sequential(model.blocks["0"])
+
+
+def saved_bytes(model: nn.Sequential) -> int:
+    """Kept from the forward to the backward pass, besides weights."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    x = torch.randn(2, 64, model[0].attention_norm.weight.numel(), requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    return sum(seen.values())
 
 
 def test_only_micro_batches_of_equal_shapes_are_uniform():

@@ -33,7 +33,7 @@ def made_up(scale: int = 1) -> Profile:
     trace = Trace(
         [(product, inside), (OpCost("add", "memory", 0.0, 7.0, "float32"), KEPT), (product, KEPT)],
         [(Message("all_reduce", 2**40 + 1, (0, 1), "float32"), inside)],
-        Counter({inside: 3, KEPT: 1}),
+        Counter({(inside, "op"): 3, (KEPT, "graph"): 1}),
         {inside: [(512 * scale, 1024), (0, 0)], KEPT: [(5, 5)]},
         2**41,
         {"weights": 2**40},

@@ -17,6 +17,7 @@ from torch import Tensor
 from muster.data.loader import Batch
 from muster.errors import MusterError
 
+GRAPH_MEMORY = 0.45  # of the GPU, without graphs: they keep a second set of activations
 MAX_GRAPHS = 96  # each holds a batch and some megabytes of kernel launches
 
 log = logging.getLogger(__name__)

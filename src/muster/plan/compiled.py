@@ -11,11 +11,14 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
+from muster.parallel.blocks import SAVED_OPS, Checkpointing
 from muster.plan.op_cost import OpCost, measure
 from muster.plan.trace import Recorder, rounded
 from muster.torch_internals import _reparametrize_module, tree_flatten, tree_unflatten
@@ -39,8 +42,10 @@ class Compiler:
     recorder: Recorder | None = None
     cache: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
-    def module(self, root: nn.Module, module: nn.Module) -> None:
-        """In place, as `torch.compile(module.forward)` would."""
+    def module(
+        self, root: nn.Module, module: nn.Module, checkpointing: Checkpointing = "none"
+    ) -> None:
+        """In place, as `torch.compile(module.forward)` would after `checkpoint_activations`."""
         forward = module.forward
         own = {id(p) for p in module.parameters()}
         own |= {id(p) for p in getattr(module, "borrows", tuple)()}
@@ -53,11 +58,19 @@ class Compiler:
                 with _reparametrize_module(root, dict(zip(names, weights, strict=True))):
                     return forward(*args, **kwargs)
 
-            return self.call((type(module), len(names)), pure, weights, *args, **kwargs)
+            key = (type(module), len(names), checkpointing)
+            return self.call(key, pure, checkpointing, weights, *args, **kwargs)
 
         module.forward = run  # type: ignore[method-assign]
 
-    def call(self, key: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        key: Any,
+        function: Callable[..., Any],
+        checkpointing: Checkpointing,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
@@ -77,7 +90,6 @@ class Compiler:
             from muster.torch_internals import (  # takes seconds
                 aot_function,
                 import_pattern_matcher,
-                min_cut_rematerialization_partition,
                 select_decomp_table,
             )
 
@@ -86,7 +98,7 @@ class Compiler:
                 flat,
                 self._kernels,  # type: ignore[arg-type]
                 self._kernels,  # type: ignore[arg-type]
-                min_cut_rematerialization_partition,
+                partial(_partition, checkpointing),
                 select_decomp_table(),
             )
         assert self.recorder is not None
@@ -110,11 +122,37 @@ class Compiler:
                 if isinstance(tensor, Tensor):
                     recorder.track(tensor)
             recorder.trace.ops.extend((cost, recorder.current_point) for cost in summary.costs)
-            recorder.trace.calls[recorder.current_point] += len(summary.costs)
+            recorder.trace.calls[recorder.current_point, "kernel"] += len(summary.costs)
+            recorder.trace.calls[recorder.current_point, "graph"] += 1
             return out
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _partition(
+    checkpointing: Checkpointing, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and the backward graph."""
+    from muster.torch_internals import min_cut_rematerialization_partition
+
+    if checkpointing != "none":
+        _tag_recomputed(joint.graph, checkpointing)
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def _tag_recomputed(joint: fx.Graph, checkpointing: Checkpointing) -> None:
+    """The operations of the forward pass, as torch.compile tags those of a checkpointed function."""
+    backward = {node for node in joint.nodes if node.name.startswith("tangents")}
+    for node in joint.nodes:
+        if backward.intersection(node.all_input_nodes):
+            backward.add(node)
+        elif node.op == "call_function":
+            picked = node.target is operator.getitem
+            target = node.all_input_nodes[0].target if picked else node.target
+            saved = checkpointing == "selective" and target in SAVED_OPS
+            policy = CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta |= {"recompute": policy, "ac_graph_id": 0}
 
 
 @dataclass(frozen=True)

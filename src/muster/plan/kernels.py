@@ -3,7 +3,9 @@ measured to reach."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from muster.hardware.catalogue import Accelerator
 from muster.plan.op_cost import OpCost
@@ -34,7 +36,16 @@ SLOWER = {  # further factor for kernels without streaming access
 BENCHED = {"matrix": 0.69, "bytes": 0.88}  # measured by `muster bench device` on the same H200
 SHORTEST_S = 2.5e-6  # minimum kernel time
 LAUNCH_US = 8.0  # launch overhead of one operation from Python on an average host
-HOST_SHARE = 0.74  # of that for an operation within a model, where launches are asynchronous
+
+Call = Literal["op", "cached op", "kernel", "graph"]
+
+# What the host does for a model, in launches of one operation.
+HOST: dict[Call, float] = {
+    "op": 2.1,  # uncompiled, views too: the module's Python, autograd, the launch
+    "cached op": 3.6,  # in addition, under selective checkpointing
+    "kernel": 1.5,  # of a compiled graph
+    "graph": 60.0,  # to call one: guards, autograd, its inputs and outputs
+}
 
 
 @dataclass(frozen=True)
@@ -74,5 +85,5 @@ class Speeds:
         return cost.flops / (rate * side / (side + HALF))
 
 
-def host_seconds(calls: float, speeds: Speeds) -> float:
-    return calls * HOST_SHARE * speeds.launch_s
+def host_seconds(calls: Mapping[Call, float], speeds: Speeds) -> float:
+    return speeds.launch_s * sum(HOST[call] * count for call, count in calls.items())

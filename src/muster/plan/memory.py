@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from muster.hardware.rehearsal import CONTEXT_BYTES
+from muster.parallel.blocks import Checkpointing
 from muster.parallel.deepspeed_config import packing_order
 from muster.parallel.dtypes import DTYPES
 from muster.parallel.layout import Layout
@@ -71,7 +72,7 @@ class Choice:
     rows: int  # samples per forward pass
     accumulation: int = 1
     microbatches: int = 1  # per pipeline schedule step
-    checkpointing: str = "none"
+    checkpointing: Checkpointing = "none"
     offload: Offload = "none"
     compiled: bool = False
     reduce_each: bool = False  # FSDP reduce-scatters after every micro-batch

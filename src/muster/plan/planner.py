@@ -11,6 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from muster.parallel.conflicts import no_graphs
+from muster.parallel.graphs import GRAPH_MEMORY
 from muster.parallel.layout import Layout, strategy_name
 from muster.parallel.stages import stages_per_rank
 from muster.plan.collector import collector_paused
@@ -93,8 +95,12 @@ class Planner:
             estimates.append(
                 estimate_memory(choice, stage, workload, cast=self.subject.plan.cast_weights)
             )
+        replayed = self._replayed(choice, max(memory.total for memory in estimates))
+        for stage in self.stages(choice.layout):
             usual = self._workload(mode, stage, choice.rows, costliest=False)
             time = self._micro_batch_time(usual, stage.last)
+            if replayed:
+                time = replace(time, host=0.0)
             durations.append(self._duration(choice, stage, time, self._fused(mode)))
         total = self.subject.recipe.training.global_batch_size
         return Plan(choice, tuple(estimates), max(durations, key=lambda d: d.total), total)
@@ -121,6 +127,17 @@ class Planner:
             rounded=self.subject.plan.cast_weights,
             loading=self._loading,
             fused=fused,
+        )
+
+    def _replayed(self, choice: Choice, memory: float) -> bool:
+        """Whether CUDA graphs would be used where they pay."""
+        asked = self.subject.recipe.training.cuda_graphs
+        if asked is False or choice.checkpointing != "none":
+            return False
+        if no_graphs(self.subject.recipe, choice.layout):
+            return False
+        return asked is True or (
+            choice.layout.world == 1 and memory <= GRAPH_MEMORY * self.capacity
         )
 
     def fits(self, plan: Plan) -> bool:

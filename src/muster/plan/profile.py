@@ -8,6 +8,7 @@ tensors: there are no per-architecture formulas.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from muster.models.plan import ParallelPlan
-from muster.parallel.blocks import checkpoint_activations, find_blocks
+from muster.parallel.blocks import Checkpointing, checkpoint_activations, find_blocks
 from muster.parallel.dtypes import DTYPES
 from muster.plan.compiled import Compiler
 from muster.plan.fake_cuda import autocast, fake_cuda
+from muster.plan.kernels import Call
 from muster.plan.messages import Message
 from muster.plan.meta import allocate
 from muster.plan.op_cost import OpCost
@@ -43,7 +45,7 @@ class ExecutionMode:
     """The settings that change what one rank computes."""
 
     precision: str
-    checkpointing: str = "none"
+    checkpointing: Checkpointing = "none"
     compiled: bool = False
     rounded_weights: bool = False  # FSDP and ZeRO cast weights to the lower precision
     tensor: int = 1
@@ -55,8 +57,8 @@ class ModelCost:
 
     ops: list[tuple[OpCost, TracePoint, float]]  # with its count
     messages: list[tuple[Message, TracePoint, float]]
-    calls: float  # operations that Python dispatches
-    block_calls: float  # of them in the forward passes of blocks
+    calls: Mapping[Call, float]  # what the host does
+    block_calls: Mapping[Call, float]  # of that, in the forward passes of blocks
     peaks: dict[TracePoint, MemoryPeak]
 
     def of_blocks(self) -> ModelCost:
@@ -70,10 +72,14 @@ class ModelCost:
     def with_recomputation(self, checkpointing: str) -> ModelCost:
         """A recording without activation checkpointing as it is with it, without its memory: the backward
         pass repeats the forward pass of the blocks. Selective checkpointing keeps the products."""
-        forward = [one for one in self.ops if _recomputed(one[1])]
+        forward = [one for one in self.ops if one[1].in_forward_of_block]
         again = [one for one in forward if checkpointing == "full" or one[0].kind == "memory"]
         kept = sum(count for *_, count in forward) - sum(count for *_, count in again)
-        calls = self.calls + self.block_calls - kept
+        calls = dict(self.calls)
+        launch: Call = "op" if "op" in self.block_calls else "kernel"
+        calls[launch] += self.block_calls[launch] - kept
+        if checkpointing == "selective" and launch == "op":
+            calls["cached op"] = 2 * self.block_calls["op"]
         return replace(self, ops=self.ops + again, calls=calls)
 
     @property
@@ -111,7 +117,7 @@ class Profile:
         ops = list(_interpolate([t.ops for t in self.short], rows, 1.0))
         messages = list(_interpolate([t.messages for t in self.short], rows, 1.0))
         calls = self._calls(more, lambda _: True)
-        block_calls = self._calls(more, _recomputed)
+        block_calls = self._calls(more, lambda point: point.in_forward_of_block)
         empty = {stack for stack, depth in depths.items() if not depth}  # of a pipeline stage
         ops, messages = (_without(found, empty) for found in (ops, messages))
         for stack, count in more.items():
@@ -122,19 +128,19 @@ class Profile:
                 messages += _interpolate(sent, rows, count)
         return ModelCost(ops, messages, calls, block_calls, peaks)
 
-    def _calls(self, more: Depths, counted: Callable[[TracePoint], bool]) -> float:
+    def _calls(self, more: Depths, counted: Callable[[TracePoint], bool]) -> dict[Call, float]:
         """At the trace points that are `counted`."""
+        found: Counter[Call] = Counter()
 
-        def of(trace: Trace) -> int:
-            return sum(n for point, n in trace.calls.items() if counted(point))
+        def add(trace: Trace, times: int) -> None:
+            for (point, call), count in trace.calls.items():
+                if counted(point):
+                    found[call] += times * count
 
-        short = of(self.short[0])
-        return float(short) + sum(n * (of(self.longer[s][0]) - short) for s, n in more.items())
-
-
-def _recomputed(point: TracePoint) -> bool:
-    """With activation checkpointing, in the backward pass."""
-    return point.phase == "forward" and point.position.startswith("in ")
+        add(self.short[0], 1 - sum(more.values()))
+        for stack, count in more.items():
+            add(self.longer[stack][0], count)
+        return dict(found)
 
 
 def _without(recorded: list[Any], stacks: Collection[str]) -> list[Any]:
@@ -273,12 +279,15 @@ class _ProfileRecorder:
         return DTensorRecorder()
 
     def _wrap(self, model: nn.Module, plan: ParallelPlan, recorder: Recorder) -> None:
-        """Activation checkpointing is applied to the compiled forward."""
         blocks = find_blocks(model, plan.blocks, "model.preset")
-        if self.compiles:
-            for module in (*blocks, *(m for n, m in model.named_modules() if n in plan.compiled)):
-                self.compiler.module(model, module)
-        checkpoint_activations(blocks, self.mode.checkpointing)  # type: ignore[arg-type]
+        if not self.compiles:
+            recorder.caches = self.mode.checkpointing == "selective"
+            checkpoint_activations(blocks, self.mode.checkpointing)
+            return
+        for block in blocks:
+            self.compiler.module(model, block, self.mode.checkpointing)
+        for name in plan.compiled:
+            self.compiler.module(model, model.get_submodule(name))
 
     def _loss_context(self) -> AbstractContextManager[Any]:
         if self.axis is None or not (self.options or TensorOptions()).loss_parallel:
@@ -289,7 +298,7 @@ class _ProfileRecorder:
 
     @property
     def compiles(self) -> bool:
-        return self.mode.compiled and self.axis is None and self.mode.checkpointing != "selective"
+        return self.mode.compiled and self.axis is None
 
     def _step(self, model: nn.Module, batch: Any, recorder: Recorder) -> None:
         task = self.subject.task

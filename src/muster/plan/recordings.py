@@ -159,7 +159,7 @@ def _to_document(profile: Profile) -> dict[str, Any]:
         return {
             "ops": [(costs.index(cost), points.index(point)) for cost, point in one.ops],
             "messages": [(messages.index(m), points.index(point)) for m, point in one.messages],
-            "calls": [(points.index(point), count) for point, count in one.calls.items()],
+            "calls": [(points.index(point), call, n) for (point, call), n in one.calls.items()],
             "timeline": [(points.index(point), line) for point, line in one.timeline.items()],
             "peak": one.peak,
             "at_peak": one.at_peak,
@@ -190,7 +190,7 @@ def _from_document(document: dict[str, Any]) -> Profile:
         return Trace(
             [(costs[cost], points[point]) for cost, point in one["ops"]],
             [(messages[message], points[point]) for message, point in one["messages"]],
-            Counter({points[point]: count for point, count in one["calls"]}),
+            Counter({(points[point], call): count for point, call, count in one["calls"]}),
             {points[point]: [(a, b) for a, b in line] for point, line in one["timeline"]},
             one["peak"],
             one["at_peak"],

@@ -11,6 +11,7 @@ from typing import Any
 from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
 from muster.parallel import float8
+from muster.parallel.blocks import Checkpointing
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.layout import Layout, layout_for, strategy_name
 from muster.parallel.stages import check_schedule
@@ -32,7 +33,7 @@ BY_COMPLEXITY = (
     "pipeline",
     "hybrid",
 )
-CHECKPOINTING_MODES = ("none", "selective", "full")
+CHECKPOINTING_MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 UNRECORDED = 0.02  # error of a step time with checkpointing that was not recorded with it
 ADAPTERS = "adapters train under ddp, fsdp and hsdp"
 
@@ -248,7 +249,7 @@ class _Search:
     def _choices(self, layout: Layout, offload: bool) -> Iterator[Choice]:
         """`offload`: with CPU offload; a last resort, since it is limited by PCIe bandwidth."""
         training, options = self.recipe.training, self.recipe.distributed
-        modes: Iterable[str] = (training.activation_checkpointing,)
+        modes: Iterable[Checkpointing] = (training.activation_checkpointing,)
         if self.thorough and training.activation_checkpointing == "none" and self._can_checkpoint:
             modes = CHECKPOINTING_MODES
         base = Choice(

@@ -216,10 +216,7 @@ class _Rank:
         self.replicas = layout.world if layout.only_replicas else 1
         self.compiler: Compiler | None = None
         if training.compile is True and layout.tensor == 1:
-            if training.activation_checkpointing == "selective":
-                self.notes.append("compiled with selective checkpointing: recorded uncompiled")
-            else:
-                self.compiler = Compiler(self.recorder)
+            self.compiler = Compiler(self.recorder)
         elif training.compile is True:
             self.notes.append("compiled with tensor parallelism: recorded uncompiled")
         if training.cuda_graphs is True:
@@ -284,15 +281,19 @@ class _Rank:
             allocate(model)
 
     def _compile(self, part: nn.Module) -> None:
-        """Replaces torch.compile. Activation checkpointing is applied to the compiled forward."""
+        """Replaces torch.compile."""
         plan: ParallelPlan = part.plan  # type: ignore[assignment]
-        blocks = local_blocks(part)
+        blocks, checkpointing = local_blocks(part), self.recipe.training.activation_checkpointing
         others = [module for name, module in part.named_modules() if name in plan.compiled]
         for module in (*blocks, *others):
             vars(module).pop("forward", None)
-            if self.compiler is not None:
-                self.compiler.module(part, module)
-        checkpoint_activations(blocks, self.recipe.training.activation_checkpointing)
+        if self.compiler is None:
+            checkpoint_activations(blocks, checkpointing)
+            return
+        for block in blocks:
+            self.compiler.module(part, block, checkpointing)
+        for module in others:
+            self.compiler.module(part, module)
 
     def _step(self, engine: TorchEngine, batch: Batch, count: int, begin: float) -> Simulated:
         recorder, functions = self.recorder, self._step_functions()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from muster.hardware.catalogue import Accelerator
-from muster.plan.kernels import Speeds, host_seconds
+from muster.plan.kernels import LAUNCH_US, Speeds, host_seconds
 from muster.plan.memory import Choice
 from muster.plan.profile import ModelCost
 from muster.plan.shards import FLOAT, Stage
@@ -15,10 +15,10 @@ from muster.plan.traffic import data_traffic
 OPTIMIZER_BYTES = (
     40  # AdamW reads four numbers and writes three; the norm reads, clipping does both
 )
-OPTIMIZER_CALLS = 200  # operations of a step that are not the model's
+STEP_CALLS = 150  # operations of a step that are not the model's: the optimizer's, the loop's
 BUS = 0.8  # fraction of a link's rate that NCCL reaches
 LATENCY_S = 2e-5  # of one collective
-FIRST_S = 4e-3  # until an idle GPU has work queued again
+IDLE_S = 4e-3  # until a GPU has work queued again, where the host waits for it at every step
 HOST_ADAM = 100e9  # bytes per second of AdamW on a server CPU
 OVERLAP = 0.9  # maximum fraction of communication that overlaps with computation
 
@@ -124,7 +124,7 @@ def step_time(
     return Duration(
         matrices=passes * matrices,
         memory=passes * memory,
-        host=passes * waiting + _start(speeds, waiting),
+        host=_host(choice, micro_batch.host, speeds, passes * (busy - waiting) + optimizer),
         tensor=passes * tensor,
         data_parallel=exposed,
         bubble=bubble,
@@ -133,9 +133,14 @@ def step_time(
     )
 
 
-def _start(speeds: Speeds, waiting: float) -> float:
-    """Launch overhead of operations outside of the model."""
-    return host_seconds(OPTIMIZER_CALLS, speeds) if waiting else FIRST_S * speeds.launch_s / 8e-6
+def _host(choice: Choice, micro_batch: float, speeds: Speeds, computing: float) -> float:
+    """By how much the host takes longer to launch a step than the device to compute it. ZeRO's steps and
+    offloading wait for the device, which is idle then."""
+    passes = choice.accumulation * choice.microbatches
+    launching = passes * micro_batch + host_seconds({"op": STEP_CALLS}, speeds)
+    waits = choice.layout.zero or choice.offload != "none"
+    idle = IDLE_S * speeds.launch_s / (LAUNCH_US * 1e-6) if waits else 0.0
+    return max(launching - computing, idle)
 
 
 def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounded: bool) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from muster.plan.kernels import Call
 from muster.plan.messages import Message, collective_of, is_collective
 from muster.plan.op_cost import OpCost, measure
 from muster.torch_internals import (
@@ -49,6 +50,10 @@ class TracePoint:
     region: str = NOWHERE
     position: str = NOWHERE  # in, or after, the first, a middle or the last block of it
 
+    @property
+    def in_forward_of_block(self) -> bool:
+        return self.phase == "forward" and self.position.startswith("in ")
+
 
 @dataclass(frozen=True)
 class MemoryPeak:
@@ -64,7 +69,7 @@ class Trace:
 
     ops: list[tuple[OpCost, TracePoint]] = field(default_factory=list)
     messages: list[tuple[Message, TracePoint]] = field(default_factory=list)
-    calls: Counter[TracePoint] = field(default_factory=Counter)  # operations that Python dispatched
+    calls: Counter[tuple[TracePoint, Call]] = field(default_factory=Counter)  # what the host does
     timeline: dict[TracePoint, list[tuple[int, int]]] = field(
         default_factory=dict
     )  # as in MemoryPeak
@@ -91,6 +96,7 @@ class Recorder(TorchDispatchMode):
         # storage → (weak reference, bytes, part)
         self._tracked: dict[int, tuple[Any, int, str]] = {}
         self._unrecorded = False
+        self.caches = False  # blocks run under selective checkpointing, uncompiled
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -104,11 +110,7 @@ class Recorder(TorchDispatchMode):
         if op is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return _placeholder_value(args[0])
         if op is torch.ops.prim.device.default and _plain_fake(args[0]):
-            # Autograd queries the device of fake tensors thousands of times; kernels.HOST_SHARE was
-            # fitted with these calls counted.
-            if not self._unrecorded:
-                self.trace.calls[self.current_point] += 1
-            return args[0].fake_device
+            return args[0].fake_device  # no operation; autograd asks thousands of times
         out = op(*args, **kwargs)
         if not self._unrecorded:
             outputs = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
@@ -119,7 +121,9 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, op: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         point = self.current_point
-        self.trace.calls[point] += 1
+        self.trace.calls[point, "op"] += 1
+        if self.caches and point.in_forward_of_block:
+            self.trace.calls[point, "cached op"] += 2  # the second time in the backward pass
         if is_collective(op):
             if (message := collective_of(op, args)) is not None:
                 self.trace.messages.append((message, point))

@@ -22,7 +22,7 @@ from muster.observe.memory import out_of_memory
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
 from muster.parallel.engine import TorchEngine
-from muster.parallel.graphs import Graphs
+from muster.parallel.graphs import GRAPH_MEMORY, Graphs
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.train import memory
 from muster.train.job import Job
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 TRIALS = 5  # passes that are timed
 WORTH_REPLAYING = 0.97  # of the time of launched kernels
-GRAPH_MEMORY = 0.45  # of the GPU: graphs keep a second set of activations
 
 
 def warm_up(job: Job) -> None:
