@@ -85,7 +85,7 @@ class Planner:
 
     def on(self, cluster: Cluster) -> Planner:
         """The same recordings for another cluster."""
-        return replace(self, cluster=cluster)
+        return replace(self, cluster=cluster, _micro_batch_times={})
 
     def evaluate(self, choice: Choice) -> Plan:
         mode = self._mode(choice)
@@ -202,8 +202,7 @@ class Planner:
 
     def _micro_batch_time(self, workload: ModelCost, last: bool) -> MicroBatchTime:
         """Head and loss count for the last stage only."""
-        cluster = self.cluster
-        key = (id(workload), last, cluster.device.name, cluster.world, cluster.per_node)
+        key = (id(workload), last)
         if key not in self._micro_batch_times:
             mine = workload if last else workload.of_blocks()
             self._micro_batch_times[key] = micro_batch_time(mine, self.cluster)
