@@ -11,10 +11,12 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from muster.hardware import catalogue
 from muster.parallel.blocks import checkpoint_activations
 from muster.plan import profile
 from muster.plan.compiled import Compiler, _allocate_outputs
 from muster.plan.fake_cuda import fake_cuda
+from muster.plan.kernels import Speeds, host_seconds
 from muster.plan.profile import FEW, KEPT, MORE, ExecutionMode, record
 from muster.plan.subject import blocks_of
 from muster.plan.trace import Recorder, Trace
@@ -155,6 +157,21 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
         sum(w.flops * n for w, _, n in load.ops if w.kind == "matrix") for load in (plain, compiled)
     ]
     assert products[0] == pytest.approx(products[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["uncompiled", "compiled"])
+def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
+    thing, speeds = subject(*GPT), Speeds.of(catalogue.find("h100"))
+    plain = record(thing, ExecutionMode("bf16", compiled=compiled))
+    for mode in ("selective", "full"):
+        told = plain.workload(depths_of(thing), 8).with_recomputation(mode)
+        real = record(thing, ExecutionMode("bf16", mode, compiled)).workload(depths_of(thing), 8)
+        launching = [host_seconds(load.calls, speeds) for load in (told, real)]
+        assert 0.75 * launching[1] < launching[0] <= launching[1]
+        running = [
+            sum(n * speeds.seconds(cost) for cost, _, n in load.ops) for load in (told, real)
+        ]
+        assert 0.85 * running[1] < running[0] <= 1.02 * running[1]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])

@@ -70,14 +70,17 @@ class ModelCost:
         return replace(self, ops=inside(self.ops), messages=inside(self.messages))
 
     def with_recomputation(self, checkpointing: str) -> ModelCost:
-        """A recording without activation checkpointing as it is with it, without its memory: the backward
-        pass repeats the forward pass of the blocks. Selective checkpointing keeps the products."""
-        forward = [one for one in self.ops if one[1].in_forward_of_block]
-        again = [one for one in forward if checkpointing == "full" or one[0].kind == "memory"]
-        kept = sum(count for *_, count in forward) - sum(count for *_, count in again)
-        calls = dict(self.calls)
+        """A recording without activation checkpointing as it is with it at least, without its memory: the
+        backward pass repeats the forward pass of the blocks. Selective checkpointing keeps the products;
+        compiled, what is left is fused into kernels of the backward pass."""
         launch: Call = "op" if "op" in self.block_calls else "kernel"
-        calls[launch] += self.block_calls[launch] - kept
+        forward = [one for one in self.ops if one[1].in_forward_of_block]
+        products = [one for one in forward if one[0].kind != "memory"]
+        again = products if checkpointing == "full" else []
+        if launch == "op":
+            again = again + [one for one in forward if one[0].kind == "memory"]
+        calls = dict(self.calls)
+        calls[launch] += sum(count for *_, count in again)
         if checkpointing == "selective" and launch == "op":
             calls["cached op"] = 2 * self.block_calls["op"]
         return replace(self, ops=self.ops + again, calls=calls)
