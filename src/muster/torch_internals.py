@@ -61,6 +61,8 @@ class _LateFunctions(ModuleType):
             raise AttributeError(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if sys.modules.get(self.__name__) is self:
+                raise ImportError(f"{self.__name__}.{name} is called while it is being imported")
             return getattr(import_module(self.__name__), name)(*args, **kwargs)
 
         return call

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from muster.data.loader import IGNORE
-from muster.tasks.likelihood import cross_entropy
+from muster.models.gpu_kernels import planned_for_gpu
+from muster.tasks.likelihood import cross_entropy, negative_log_likelihood
 
 VOCAB, WIDTH = 5000, 5056  # two blocks of the kernels, and columns beyond the vocabulary
 
@@ -47,6 +48,33 @@ def test_the_gradient_takes_the_place_of_the_logits():
     losses, _ = cross_entropy(copy, targets, VOCAB, 0.0)
     losses.sum().backward()
     assert seen == [copy.data_ptr()]
+
+
+@pytest.fixture
+def likelihood():
+    """Of logits as on a GPU."""
+    with planned_for_gpu():
+        yield negative_log_likelihood
+
+
+def test_targets_need_not_lie_side_by_side(likelihood):
+    logits, targets = example(torch.float32)
+    apart = torch.stack([targets, torch.zeros_like(targets)], dim=1)[:, :1]
+    expected, _ = reference(logits, targets, torch.ones_like(targets), 0.0)
+    found = likelihood(logits[:, None], apart, VOCAB, "sum")
+    torch.testing.assert_close(found.double(), expected.sum(), rtol=1e-6, atol=1e-5)
+
+
+def test_a_target_that_is_no_column_makes_the_loss_not_a_number(likelihood):
+    logits, targets = example(torch.float32)
+    targets[0], targets[1] = VOCAB, -1
+    losses = likelihood(logits[None], targets[None], VOCAB, "none")
+    assert losses.isnan().tolist() == [True, True, *[False] * 5]
+
+
+def test_no_rows_are_no_loss(likelihood):
+    logits, targets = (tensor[:0] for tensor in example(torch.float32))
+    assert likelihood(logits[None], targets[None], VOCAB, "sum") == 0
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

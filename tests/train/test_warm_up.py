@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from muster.observe.choices import Choice, read_choices
+from muster.auto import AutoChoice
+from muster.observe.choices import read_choices, write_choices
 from muster.observe.results import read_lines
 from muster.parallel import compilation
+from muster.parallel.layout import Layout
 from muster.recipe.load import load
 from muster.train import warm_up
 from muster.train.loop import train
@@ -29,7 +31,7 @@ def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
     """What became of compilation, and the losses. Where it is chosen, every graph fails to compile."""
     with pytest.MonkeyPatch.context() as patch:
         if compiled:
-            patch.setattr(compilation, "choose", lambda recipe, *_, **__: Choice(True, ""))
+            patch.setattr(compilation, "choose", lambda recipe, *_, **__: AutoChoice(True, ""))
             patch.setattr(compilation, "compiler_error", lambda device: None)
             patch.setattr(torch, "compile", partial(torch.compile, backend=cannot_compile))
         job = make_job(
@@ -61,7 +63,7 @@ def test_several_ranks_start_again_where_one_cannot_compile(ranks, tmp_path):
     assert kept.reason.startswith("it failed (BackendCompilerFailed: ")
 
 
-@pytest.mark.parametrize("earlier", [Choice(True, "it pays"), Choice(False, "it failed")])
+@pytest.mark.parametrize("earlier", [AutoChoice(True, "it pays"), AutoChoice(False, "it failed")])
 def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), world=2)
     for steps in (100, 1000):
@@ -104,6 +106,26 @@ def test_compilation_is_chosen_where_it_pays(recipe, words, samples, on_gpu, ans
     chosen = compilation.choose(load(recipe, words), samples, on_gpu=on_gpu)
     assert chosen.used == answer
     assert str(chosen).startswith(reason)
+
+
+def test_graphs_that_one_gpu_took_are_not_taken_by_several():
+    recipe: Any = load("gpt2", [])
+    mesh = SimpleNamespace(world=2, layout=Layout(replicate=2))
+    job: Any = SimpleNamespace(
+        recipe=recipe, mesh=mesh, choices={"cuda_graphs": AutoChoice(True, "faster")}
+    )
+    engine: Any = SimpleNamespace(graphs=None)
+    warm_up._choose_graphs(job, engine)
+    assert engine.graphs is None
+    assert str(job.choices["cuda_graphs"]).startswith("no: with several ranks")
+
+
+def test_only_what_auto_was_free_to_choose_is_kept(tmp_path):
+    made = {"compile": AutoChoice.forced(True), "cuda_graphs": AutoChoice(False, "slower")}
+    write_choices(tmp_path, made)
+    assert read_choices(tmp_path) == {"cuda_graphs": AutoChoice(False, "slower")}
+    (tmp_path / "plan.json").write_text('{"choices": {"compile": "yes: it pays"}}')
+    assert read_choices(tmp_path) == {}, "an older muster's"
 
 
 @pytest.mark.gpu
@@ -159,7 +181,7 @@ def replayed(mesh, folder: str, asked: str, broken: bool) -> tuple[list[float], 
         if broken:
             right = job.task.loss
             job.task.loss = lambda output, batch: _synchronized(right(output, batch))
-            patch.setattr(warm_up, "_try_graphs", lambda job, engine: Choice(True, "a test"))
+            patch.setattr(warm_up, "_try_graphs", lambda job, engine: AutoChoice(True, "a test"))
         train(job)
     job.observer.close()
     mesh.barrier()

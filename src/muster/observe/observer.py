@@ -12,9 +12,10 @@ from typing import IO, Any, Protocol
 import psutil
 import torch
 
+from muster.auto import AutoChoice
 from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
-from muster.observe.choices import Choice, write_choices
+from muster.observe.choices import write_choices
 from muster.observe.results import STOP_FILE
 
 
@@ -151,7 +152,7 @@ class Observer:
             with (self.folder / "events.jsonl").open("a") as file:
                 file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
-    def choices(self, made: dict[str, Choice]) -> None:
+    def choices(self, made: dict[str, AutoChoice]) -> None:
         """Rank 0 writes them down for a later start, and as an event."""
         if self.rank == 0:
             write_choices(self.folder, made)

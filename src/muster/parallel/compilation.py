@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from muster.auto import AutoChoice
 from muster.errors import RecipeError
-from muster.observe.choices import Choice
 from muster.recipe.schema import Recipe
 
 MIN_STEPS = 200  # optimizer steps that win back the seconds which a first compilation takes
@@ -19,11 +19,11 @@ class CompilationError(RecipeError):
     """What is compiled cannot run in this layout."""
 
 
-def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> Choice:
+def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> AutoChoice:
     """Whether the model is compiled. `samples`: in an epoch, None if not known."""
     asked, steps = recipe.training.compile, _steps(recipe, samples)
     if asked != "auto":
-        return Choice.of_recipe(asked)
+        return AutoChoice.forced(asked)
     if not on_gpu:
         reason = "it gains little on a CPU"
     elif recipe.task not in TASKS:
@@ -31,12 +31,12 @@ def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> Choice:
     elif recipe.distributed.pipeline_options.schedule == "zero-bubble":
         reason = "the zero-bubble schedule splits the backward pass of each block"
     elif recipe.training.precision == "fp8":
-        return Choice(True, "float8 products pay only in compiled blocks")
+        return AutoChoice(True, "float8 products pay only in compiled blocks")
     elif steps is not None and steps < MIN_STEPS:
         reason = f"a run of {steps} steps is over before it pays; it takes {MIN_STEPS}"
     else:
-        return Choice(True, "it pays in a run of this length")
-    return Choice(False, reason)
+        return AutoChoice(True, "it pays in a run of this length")
+    return AutoChoice(False, reason)
 
 
 def with_compile(recipe: Recipe, compiled: bool) -> Recipe:

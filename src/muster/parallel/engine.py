@@ -97,6 +97,7 @@ class TorchEngine:
         self.graphs: Graphs | None = None
         self._reduce_each, self._gathers_float8 = reduce_each, gathers_float8
         self._clock, self._split_loss = clock, split_loss
+        self._weights_changed()
 
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         if self.graphs is not None:

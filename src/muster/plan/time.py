@@ -29,7 +29,7 @@ class Duration:
 
     matrices: float
     memory: float  # memory-bound kernels
-    host: float  # launch overhead that is not hidden
+    host: float  # launching that takes longer than all of the rest
     tensor: float  # communication between tensor ranks
     data_parallel: float  # exposed communication of gradients and shards
     bubble: float  # of the pipeline
@@ -114,33 +114,34 @@ def step_time(
     factor on the time of pointwise kernels, where fusion was not recorded."""
     speeds, layout = Speeds.of(cluster.device), choice.layout
     matrices, memory, tensor = micro_batch.matrices, micro_batch.memory * fused, micro_batch.tensor
-    waiting = max(0.0, micro_batch.host - matrices - memory)
-    busy = matrices + memory + waiting + tensor
+    busy = matrices + memory + tensor
     passes = choice.accumulation * choice.microbatches
     bubble = busy * (layout.pipeline - 1) * choice.accumulation
     exposed = _exposed(choice, stage, cluster, busy, rounded)
     optimizer = _optimizer(choice, stage, cluster, speeds)
-    total = passes * busy + bubble + exposed + optimizer
+    device = passes * busy + bubble + exposed + optimizer
+    host = max(passes * micro_batch.host + _outside(speeds) - device, _idle(choice, speeds))
     return Duration(
         matrices=passes * matrices,
         memory=passes * memory,
-        host=_host(choice, micro_batch.host, speeds, passes * (busy - waiting) + optimizer),
+        host=host,
         tensor=passes * tensor,
         data_parallel=exposed,
         bubble=bubble,
         optimizer=optimizer,
-        loading=max(0.0, loading - total),
+        loading=max(0.0, loading - device - host),
     )
 
 
-def _host(choice: Choice, micro_batch: float, speeds: Speeds, computing: float) -> float:
-    """By how much the host takes longer to launch a step than the device to compute it. ZeRO's steps and
-    offloading wait for the device, which is idle then."""
-    passes = choice.accumulation * choice.microbatches
-    launching = passes * micro_batch + host_seconds({"op": STEP_CALLS}, speeds)
+def _outside(speeds: Speeds) -> float:
+    """What the host does in a step besides the model."""
+    return host_seconds({"op": STEP_CALLS}, speeds)
+
+
+def _idle(choice: Choice, speeds: Speeds) -> float:
+    """ZeRO's steps and offloading wait for the device, which has nothing to do until they go on."""
     waits = choice.layout.zero or choice.offload != "none"
-    idle = IDLE_S * speeds.launch_s / (LAUNCH_US * 1e-6) if waits else 0.0
-    return max(launching - computing, idle)
+    return IDLE_S * speeds.launch_s / (LAUNCH_US * 1e-6) if waits else 0.0
 
 
 def _exposed(choice: Choice, stage: Stage, cluster: Cluster, busy: float, rounded: bool) -> float:

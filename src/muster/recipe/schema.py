@@ -129,7 +129,7 @@ class Training(Section):
     )
     compile: bool | Literal["auto"] = free(
         "auto",
-        description="torch.compile each block. `auto`: language models and Whisper on GPUs, in "
+        description="torch.compile each block, and the head of a language model. `auto`: language models and Whisper on GPUs, in "
         "runs of 200 steps or more, or with fp8; where compilation fails, the run goes on without.",
     )
     cuda_graphs: bool | Literal["auto"] = free(

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from muster.data.loader import IGNORE
+
 BLOCK = 4096  # columns at a time
 WARPS = 8
 
@@ -28,6 +30,7 @@ def forward(
         logits.shape[1],
         smoothing,
         SMOOTHED=smoothing > 0,
+        IGNORED=IGNORE,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -46,6 +49,7 @@ def backward(
         vocab,
         logits.shape[1],
         smoothing,
+        IGNORED=IGNORE,
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
@@ -70,6 +74,7 @@ def _forward(
     width,
     smoothing,
     SMOOTHED: tl.constexpr,
+    IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -78,7 +83,7 @@ def _forward(
     largest = -float("inf")
     total = 0.0  # of exp(x - largest)
     plain = 0.0  # of x
-    if target >= 0:
+    if target != IGNORED:
         for start in range(0, vocab, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             x = _load(logits, columns, vocab, width)
@@ -88,7 +93,8 @@ def _forward(
             if SMOOTHED:
                 plain += tl.sum(tl.where(columns < vocab, x, 0.0), 0)
             largest = larger
-        chosen = tl.load(logits + target).to(tl.float32)
+        inside = (target >= 0) & (target < vocab)
+        chosen = tl.load(logits + target, mask=inside, other=float("nan")).to(tl.float32)
         log_sum = largest + tl.log(total)
         expected = (1.0 - smoothing) * chosen
         if SMOOTHED:
@@ -110,6 +116,7 @@ def _backward(
     vocab,
     width,
     smoothing,
+    IGNORED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -120,7 +127,7 @@ def _backward(
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         found = tl.zeros([BLOCK], dtype=tl.float32)
-        if target >= 0:
+        if target != IGNORED:
             inside = columns < vocab
             x = _load(logits, columns, vocab, width)
             wanted = tl.where(columns == target, 1.0 - smoothing, 0.0) + smoothing / vocab

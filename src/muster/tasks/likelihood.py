@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from muster.data.loader import IGNORE
 from muster.models.gpu_kernels import for_gpu
+
+log = logging.getLogger(__name__)
 
 
 def negative_log_likelihood(
@@ -23,7 +25,8 @@ def negative_log_likelihood(
     """
     logits, targets = logits.flatten(0, 1), targets.flatten()
     if _has_kernels(logits):
-        losses, _ = cross_entropy(logits.contiguous(), targets, vocab, label_smoothing)
+        rows, wanted = logits.contiguous(), targets.contiguous()
+        losses, _ = cross_entropy(rows, wanted, vocab, label_smoothing)
         return losses.sum() if reduction == "sum" else losses
     return F.cross_entropy(
         logits[:, :vocab].float(),
@@ -38,19 +41,32 @@ def _has_kernels(logits: Tensor) -> bool:
     """On a GPU, also one that is only planned for."""
     if not for_gpu(logits) or hasattr(logits, "placements"):  # a DTensor
         return False
-    return logits.device.type == "cpu" or _triton_is_installed()
+    return logits.device.type == "cpu" or _kernels_run(logits.device)
 
 
 @cache
-def _triton_is_installed() -> bool:
-    return find_spec("triton") is not None
+def _kernels_run(device: torch.device) -> bool:
+    """Triton may be missing, or the C compiler that it starts."""
+    try:
+        cross_entropy(
+            torch.zeros(1, 16, device=device), torch.zeros(1, device=device).long(), 16, 0.0
+        )
+    except Exception as error:
+        log.warning(
+            "the loss takes more memory and time than it could: its Triton kernels do not run here (%s: %s)",
+            type(error).__name__,
+            error,
+        )
+        return False
+    return True
 
 
 @torch.library.custom_op("muster::cross_entropy", mutates_args=())
 def cross_entropy(
     logits: Tensor, targets: Tensor, vocab: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, 0 where its target is `IGNORE`, and what the backward pass needs."""
+    """The loss of each row, 0 where its target is `IGNORE` and not a number where it is no other column, and
+    what the backward pass needs. Both tensors are contiguous."""
     from muster.tasks import cross_entropy_kernels
 
     losses, sums = _one_per_row(logits)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from muster.auto import AutoChoice
 from muster.data.loader import Batch, Loader
-from muster.observe.choices import Choice
 from muster.observe.heartbeat import beat
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
@@ -38,7 +38,7 @@ class Job:
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
     profile: Profile = field(default_factory=Profile)
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, AutoChoice] = field(default_factory=dict)
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
 
     @property

@@ -7,17 +7,20 @@ taken where a trial shows that it is faster.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.auto import AutoChoice
 from muster.data.loader import Batch
 from muster.errors import StartAgain
-from muster.observe.choices import Choice, write_choices
+from muster.observe.choices import write_choices
 from muster.observe.memory import out_of_memory
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
@@ -55,6 +58,8 @@ def warm_up(job: Job) -> None:
     with torch.no_grad():
         for buffer, before in kept:
             buffer.copy_(before)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(job.mesh.device)  # what was only tried needed more
 
 
 def _try_costliest(job: Job) -> None:
@@ -79,13 +84,13 @@ def _try_costliest(job: Job) -> None:
 def gave_up_compiling(job: Job, error: Exception) -> bool:
     """Whether what ended with `error` shall be repeated, uncompiled from now on. Several ranks start again:
     the others already wait for this one in a collective."""
-    if not (job.compiled and job.choices["compile"].auto):
+    if not (job.compiled and job.choices["compile"].optional):
         return False
     if out_of_memory(error) or not compilation.is_compiler_error(error):
         return False
     reason = compilation.summary(error)
     log.warning("training.compile: it failed, and the run goes on uncompiled (%s)", reason)
-    job.choices["compile"] = Choice(False, f"it failed ({reason})")
+    job.choices["compile"] = AutoChoice(False, f"it failed ({reason})")
     if job.mesh.world > 1:
         write_choices(job.observer.folder, job.choices)
         raise StartAgain(
@@ -102,54 +107,73 @@ def _gradients(job: Job, batches: Sequence[Batch]) -> None:
 
 
 def _choose_graphs(job: Job, engine: TorchEngine) -> None:
-    """As at the first start of the run, which measured it."""
+    """As at the first start of the run, which tried it."""
     asked, chosen = job.recipe.training.cuda_graphs, job.choices.get("cuda_graphs")
     if asked != "auto":
-        chosen = Choice.of_recipe(asked)
-    elif problem := no_graphs(job.recipe, job.mesh.layout):
-        chosen = Choice(False, problem)
+        chosen = AutoChoice.forced(asked)
+    elif problem := no_graphs(job.recipe, job.mesh.layout) or _no_trial(job):
+        chosen = AutoChoice.forced(False, problem)
     elif chosen is None:
         chosen = _try_graphs(job, engine)
     job.choices["cuda_graphs"] = chosen
     if chosen.used:
-        failed = partial(_note_failed_capture, job) if chosen.auto else None
+        failed = partial(_note_failed_capture, job) if chosen.optional else None
         engine.graphs = Graphs(job.mesh.device, failed)
 
 
+def _no_trial(job: Job) -> str | None:
+    if job.mesh.world > 1:
+        return "with several ranks, only where the recipe asks for them"
+    if (used := _memory_share(job)) > GRAPH_MEMORY:
+        return f"{used:.0%} of the memory is in use, and graphs need as much again"
+    return None
+
+
 def _note_failed_capture(job: Job, reason: str) -> None:
-    job.choices["cuda_graphs"] = Choice(False, reason)
+    job.choices["cuda_graphs"] = AutoChoice(False, reason)
     job.observer.choices(job.choices)
 
 
-def _try_graphs(job: Job, engine: TorchEngine) -> Choice:
+def _try_graphs(job: Job, engine: TorchEngine) -> AutoChoice:
     """The same micro-batch, of median length, launched kernel by kernel and replayed."""
-    if job.mesh.world > 1:
-        return Choice(False, "with several ranks, only where the recipe asks for them")
-    if (used := _memory_share(job)) > GRAPH_MEMORY:
-        return Choice(False, f"{used:.0%} of the memory is in use, and graphs need as much again")
     batches = job.loader.micro_batches(job.loader.median(job.start, job.steps))[:1]
-    plain, problems = _seconds(job, batches), list[str]()
-    engine.graphs = Graphs(job.mesh.device, problems.append)
-    replayed = _seconds(job, batches)
-    engine.graphs = None
-    memory.recover(job)
-    torch.cuda.reset_peak_memory_stats(job.mesh.device)  # the trial needed more than the run will
+    while True:
+        problems: list[str] = []
+        try:
+            plain = _seconds(job, batches)
+            engine.graphs = Graphs(job.mesh.device, problems.append)
+            replayed = _seconds(job, batches)
+            break
+        except Exception as error:
+            if out_of_memory(error):
+                return AutoChoice.forced(False, "out of memory in the trial")
+            if not gave_up_compiling(job, error):
+                raise
+        finally:
+            engine.graphs = None
+            memory.recover(job)
     if problems:
-        return Choice(False, problems[0])
+        return AutoChoice(False, problems[0])
     words = (
         f"a micro-batch takes {1e3 * replayed:.1f} ms replayed and {1e3 * plain:.1f} ms launched"
     )
-    return Choice(replayed < WORTH_REPLAYING * plain, words)
+    return AutoChoice(replayed < WORTH_REPLAYING * plain, words)
 
 
 def _seconds(job: Job, batches: Sequence[Batch]) -> float:
-    """Of one pass over `batches`, once their shapes are compiled and captured."""
+    """Of the quickest pass over `batches`, once their shapes are compiled and captured."""
     for _ in range(2):
         _gradients(job, batches)
-    begin = DeviceTimestamp(job.mesh.device)
-    for _ in range(TRIALS):
-        _gradients(job, batches)
-    return begin.until(DeviceTimestamp(job.mesh.device)) / TRIALS
+    gc.collect()
+    gc.disable()  # as in the loop
+    try:
+        marks = [DeviceTimestamp(job.mesh.device)]
+        for _ in range(TRIALS):
+            _gradients(job, batches)
+            marks.append(DeviceTimestamp(job.mesh.device))
+        return min(begin.until(end) for begin, end in pairwise(marks))
+    finally:
+        gc.enable()
 
 
 def _memory_share(job: Job) -> float:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from muster import runs
+from muster.auto import AutoChoice
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
 from muster.errors import DataError, RecipeError, StartAgain
 from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
-from muster.observe.choices import Choice, read_choices, write_choices
+from muster.observe.choices import read_choices, write_choices
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
@@ -70,9 +71,9 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     try:
         engine = build_engine(recipe, task, mesh, sizes, precision, run)
     except CompilationError as error:  # on all ranks
-        if not compiled.auto:
+        if not compiled.optional:
             raise
-        write_choices(run.path, {**choices, "compile": Choice(False, str(error))})
+        write_choices(run.path, {**choices, "compile": AutoChoice(False, str(error))})
         raise StartAgain(f"{error}; after the restart, nothing is compiled") from error
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
@@ -124,18 +125,20 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     )
 
 
-def _choose_compilation(recipe: Recipe, samples: int, mesh: Mesh, earlier: Choice | None) -> Choice:
+def _choose_compilation(
+    recipe: Recipe, samples: int, mesh: Mesh, earlier: AutoChoice | None
+) -> AutoChoice:
     """As at the run's first start, if there was one. Of several ranks all compile, or none: a rank that
     cannot would leave the others waiting for it."""
     on_gpu = mesh.device.type == "cuda"
     if recipe.training.compile == "auto" and earlier and on_gpu:
         return earlier
     chosen = compilation.choose(recipe, samples, on_gpu=on_gpu)
-    if not (chosen.used and chosen.auto) or mesh.world == 1:
+    if not (chosen.used and chosen.optional) or mesh.world == 1:
         return chosen
     for rank, error in enumerate(mesh.gather(compilation.compiler_error(mesh.device))):
         if error:
-            return Choice(False, f"rank {rank} cannot compile ({error})")
+            return AutoChoice(False, f"rank {rank} cannot compile ({error})")
     return chosen
 
 

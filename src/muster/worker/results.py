@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from muster import __version__, runs
+from muster.auto import AutoChoice
 from muster.data.batches import BatchPlan
 from muster.hardware import rehearsal
-from muster.observe.choices import PLAN_FILE, Choice, to_json
+from muster.observe.choices import PLAN_FILE, to_json
 from muster.observe.observer import memory_gib
 from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
 from muster.parallel.layout import strategy_name
@@ -34,7 +35,7 @@ def write_plan(
     precision: str,
     parameters: int,
     promised: dict[str, Any],
-    choices: dict[str, Choice],
+    choices: dict[str, AutoChoice],
 ) -> None:
     """plan.json and environment.json: what was planned, what was found."""
     devices = mesh.gather(_device_name(mesh))
