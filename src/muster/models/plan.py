@@ -39,9 +39,8 @@ class ParallelPlan:
     width: int = 0  # of the residual stream
     tied: str | None = None  # the embedding's weight, if it is also the head's: two stages share it
     cast_weights: bool = False  # weights may be cast to the lower precision
-    float8: tuple[
-        str, ...
-    ] = ()  # linear layers whose products may be float8, `*` for any part of a name
+    # Linear layers whose products may be float8; `*` is any one part of a name.
+    float8: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

@@ -96,9 +96,8 @@ def follow(
     """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
     rank 0's log and the state of every rank, too. `events` are those to come, all by default."""
     metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / "events.jsonl")
-    shown: float = (
-        math.inf
-    )  # the last step; a run that starts again repeats those after its checkpoint
+    # The last step; a run that starts again repeats those after its checkpoint.
+    shown: float = math.inf
     log = Log(folder / "ranks" / "0.log")
     show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
     with show:

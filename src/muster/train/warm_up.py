@@ -64,9 +64,8 @@ def warm_up(job: Job) -> None:
 
 def _try_costliest(job: Job) -> None:
     """Until it fits."""
-    start = (
-        0 if job.compiled else job.start
-    )  # the shape that is compiled first, also after a resume
+    # The shape that is compiled first, also after a resume.
+    start = 0 if job.compiled else job.start
     step, done = job.loader.costliest(start, job.steps), False
     while not done:
         batches = job.loader.micro_batches(step)
