@@ -19,8 +19,8 @@ from muster import models
 from muster.data.batches import BatchPlan
 from muster.recipe.load import load
 from muster.tasks.speech_ctc import SpeechCTC
-from muster.train.optimizer import make_optimizer
-from muster.train.precision import autocast, resolve_precision
+from muster.training.optimizer import make_optimizer
+from muster.training.precision import autocast, resolve_precision
 
 PRESETS = {"lmu-7m": {}, "lmu-guide": {}, "step by step": {"form": "recurrent"}}
 

@@ -79,6 +79,7 @@ def whisper(*more: str) -> tuple[str, ...]:
     )
 
 
+SMALL = ("model.shape.layers=6", "model.shape.width=384")
 EAGER = ("training.compile=false", "training.cuda_graphs=false")
 ROWS = {
     "gpt2": Row(
@@ -95,7 +96,10 @@ ROWS = {
         "Llama 1.1B, 8 × 2048",
         "tokens",
         8 * 2048,
-        {"muster": lm("llama-1b", 8, 2048)},
+        {
+            "muster": lm("llama-1b", 8, 2048),
+            "muster, fp8": lm("llama-1b", 8, 2048, "training.precision=fp8"),
+        },
         {"Trainer, compiled": ("hf_lm.py", "--model", "llama-1b", "--batch", "8", "--seq", "2048")},
         steps=25,
     ),
@@ -117,9 +121,9 @@ ROWS = {
         "samples",
         64,
         {
-            "muster": lm("gpt2-6x384", 64, 256),
-            "muster, compiled only": lm("gpt2-6x384", 64, 256, "training.cuda_graphs=false"),
-            "muster, uncompiled": lm("gpt2-6x384", 64, 256, *EAGER),
+            "muster": lm("gpt2", 64, 256, *SMALL),
+            "muster, compiled only": lm("gpt2", 64, 256, *SMALL, "training.cuda_graphs=false"),
+            "muster, uncompiled": lm("gpt2", 64, 256, *SMALL, *EAGER),
         },
         steps=150,
     ),
@@ -159,22 +163,21 @@ def run_muster(row: Row, side: str, clips: str, warm_up: int) -> dict[str, Any]:
     """In this process, as one rank: its steps after the first few, from its own metrics."""
     import torch
 
-    from muster import models, runs
+    from muster import run_directory
     from muster.launch.cluster import RankInfo
     from muster.observe.results import read_lines
     from muster.recipe.load import load
-    from muster.train.loop import train
+    from muster.training.loop import train
     from muster.worker.main import connect_ranks
     from muster.worker.prepare import prepare
 
-    models.PRESETS["gpt2-6x384"] = models.configure(
-        "gpt2", layers=6, width=384, heads=6, hidden=1536, kv_heads=6
-    )
     recipe, *overrides = (word.replace("CLIPS", clips) for word in row.muster[side])
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         loaded = load(recipe, [*overrides, *QUIET])
-        mesh, run, loaded = connect_ranks(loaded, RankInfo(), runs.create(Path(folder), "x", {}))
+        mesh, run, loaded = connect_ranks(
+            loaded, RankInfo(), run_directory.create(Path(folder), "x", {})
+        )
         job = prepare(loaded, mesh, run)
         job.steps = warm_up + row.steps
         train(job)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster import runs
+from muster import run_directory
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
 
@@ -45,7 +45,7 @@ def with_muster(recipe: str, ranks: int, root: Path, turn: int) -> float:
 
 def with_torchrun(recipe: str, ranks: int, root: Path, turn: int) -> float:
     resolved = load(recipe, [*ONE_STEP, f"logging.dir={root}"])
-    run = runs.create(root, f"torchrun-{turn}", {"recipe.yaml": to_yaml(resolved)})
+    run = run_directory.create(root, f"torchrun-{turn}", {"recipe.yaml": to_yaml(resolved)})
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return seconds([sys.executable, *torchrun, "-m", "muster.worker", str(run.path)], run.path)
 

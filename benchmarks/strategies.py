@@ -22,7 +22,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from muster.check.parity import rows_for, short_recipe
+from muster.checks.parity import rows_for, short_recipe
 from muster.launch import cluster
 from muster.launch.spawn import spawn
 
@@ -61,14 +61,14 @@ def held(engine: Any) -> dict[str, int]:
 
 def measure(recipe: Any, mesh: Any, folder: Path) -> dict[str, int]:
     """In the second step: by then AdamW has its averages."""
-    from muster import runs
-    from muster.train import loop
+    from muster import run_directory
+    from muster.training import loop
     from muster.worker.prepare import prepare
 
     if mesh.first:
         (folder / "ranks").mkdir(parents=True)
     mesh.barrier()
-    job = prepare(recipe, mesh, runs.Run(folder))
+    job = prepare(recipe, mesh, run_directory.Run(folder))
     found: dict[str, int] = {}
     clip = job.engine.clip_
 

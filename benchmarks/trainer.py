@@ -81,15 +81,15 @@ logging: {{dir: {folder}, tensorboard: false}}
 
 def time_muster(recipe: Any, clock: Clock, folder: Path) -> float:
     """The first step's loss."""
-    from muster import runs
+    from muster import run_directory
     from muster.observe.results import read_lines
     from muster.parallel import mesh as meshes
     from muster.parallel.layout import Layout
-    from muster.train.loop import train
+    from muster.training.loop import train
     from muster.worker.prepare import prepare
 
     mesh = meshes.join(0, 0, Layout(), "auto", 600.0)
-    run = runs.create(folder, "benchmark", {})
+    run = run_directory.create(folder, "benchmark", {})
     job = prepare(recipe, mesh, run)
     observe = job.observer.step
 

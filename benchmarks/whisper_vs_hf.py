@@ -120,14 +120,14 @@ logging: {{dir: {folder}, tensorboard: false}}
 
 
 def time_muster(recipe: Any, clock: Clock, folder: Path, args: argparse.Namespace) -> None:
-    from muster import runs
+    from muster import run_directory
     from muster.parallel import mesh as meshes
     from muster.parallel.layout import Layout
-    from muster.train.loop import train
+    from muster.training.loop import train
     from muster.worker.prepare import prepare
 
     mesh = meshes.join(0, 0, Layout(), "auto", 600.0)
-    job = prepare(recipe, mesh, runs.create(folder, "benchmark", {}))
+    job = prepare(recipe, mesh, run_directory.create(folder, "benchmark", {}))
     observe = job.observer.step
 
     def step(record: Any, mesh: Any) -> None:

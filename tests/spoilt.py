@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from muster import runs
-from muster.runs import Run
+from muster import run_directory
+from muster.run_directory import Run
 from processes import muster, python_path
 from tiny import LONG
 
@@ -52,13 +52,13 @@ def spoil(
         env = {**python_path(root), "PLANT": how, "PLANTED": str(root / how / "planted")}
         arguments = [recipe, *RECIPE, *words, "--gpus", "2", "--detach"]
         muster("train", *arguments, folder=root / how, env=env)
-    found = {how: runs.find("latest", root / how / "runs") for how in HOW}
+    found = {how: run_directory.find("latest", root / how / "runs") for how in HOW}
     lived: dict[str, float] = {}
     end = time.monotonic() + 240
     while len(lived) < len(HOW):
         assert time.monotonic() < end, {how: run.info() for how, run in found.items()}
         for how, run in found.items():
-            if how not in lived and run.state() not in runs.ALIVE:
+            if how not in lived and run.state() not in run_directory.ALIVE:
                 planted = root / how / "planted"
                 lived[how] = time.time() - planted.stat().st_mtime
         time.sleep(0.2)

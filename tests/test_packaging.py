@@ -13,8 +13,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {  # imported there only, where the recipe asks for it, and named in the error if absent
     "accelerate": {"hf_trainer.py"},
     "deepspeed": {"parallel/deepspeed.py"},
+    "pandas": {"api/run.py"},
     "peft": {"models/lora.py"},
-    "torchao": {"parallel/float8.py"},
+    "torchao": {"parallel/float8.py", "parallel/optimizers/adam8bit.py"},
     "triton": {"tasks/cross_entropy_kernels.py"},  # comes with torch for GPUs
     "scikit-learn": {"data/images/source.py", "data/images/files.py", "data/corpus.py"},
     "pillow": {"data/images/source.py", "data/images/files.py"},

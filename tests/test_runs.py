@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from muster import runs
+from muster import run_directory
 from muster.errors import LaunchError, MusterError
 
 
@@ -28,14 +28,14 @@ def gone() -> int:
     return process.pid
 
 
-def made(root: Path, name: str = "speech", state: str = "finished", **info) -> runs.Run:
-    run = runs.create(root, name, {})
+def made(root: Path, name: str = "speech", state: str = "finished", **info) -> run_directory.Run:
+    run = run_directory.create(root, name, {})
     run.update(state=state, **info)
     return run
 
 
 def test_a_new_run_has_its_documents_and_is_the_latest(root):
-    run = runs.create(root, "speech", {"recipe.yaml": "name: speech\n"})
+    run = run_directory.create(root, "speech", {"recipe.yaml": "name: speech\n"})
     assert run.path.parent == root
     assert time.strftime("speech-%Y%m%d-") in run.name
     assert (run.path / "recipe.yaml").read_text() == "name: speech\n"
@@ -44,7 +44,7 @@ def test_a_new_run_has_its_documents_and_is_the_latest(root):
     assert abs(run.info()["created"] - time.time()) < 10
     assert (root / "latest").resolve() == run.path.resolve()
     assert os.readlink(root / "latest") == run.name, "a relative link survives a move"
-    newer = runs.create(root, "speech", {})
+    newer = run_directory.create(root, "speech", {})
     assert newer.path != run.path
     assert (root / "latest").resolve() == newer.path.resolve()
     assert [p.name for p in root.iterdir() if p.name.startswith(".")] == []
@@ -52,7 +52,7 @@ def test_a_new_run_has_its_documents_and_is_the_latest(root):
 
 def test_runs_of_the_same_second_get_folders_of_their_own(root, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "20250101-000000")
-    names = [runs.create(root, "a", {}).name for _ in range(3)]
+    names = [run_directory.create(root, "a", {}).name for _ in range(3)]
     assert names == ["a-20250101-000000", "a-20250101-000000-2", "a-20250101-000000-3"]
 
 
@@ -63,25 +63,25 @@ def test_a_place_where_no_run_can_be_made_names_the_key(tmp_path, where):
         root = tmp_path / "file"
         root.touch()
     with pytest.raises(MusterError, match=rf"^logging\.dir: cannot make a run in {root} \("):
-        runs.create(root, "speech", {})
+        run_directory.create(root, "speech", {})
 
 
 def test_a_run_is_found_by_folder_by_name_and_as_latest(root, monkeypatch):
     run, other = made(root, "one"), made(root, "two")
-    assert runs.find(str(run.path)) == runs.Run(run.path.resolve())
-    assert runs.find(run.name, root).name == run.name
-    assert runs.find("latest", root).name == other.name
+    assert run_directory.find(str(run.path)) == run_directory.Run(run.path.resolve())
+    assert run_directory.find(run.name, root).name == run.name
+    assert run_directory.find("latest", root).name == other.name
     monkeypatch.chdir(root.parent)
-    assert runs.find(run.name).path == run.path.resolve()
-    assert runs.find(f"runs/{run.name}").path == run.path.resolve()
+    assert run_directory.find(run.name).path == run.path.resolve()
+    assert run_directory.find(f"runs/{run.name}").path == run.path.resolve()
 
 
 def test_a_run_that_is_not_there_names_those_that_are(root):
     with pytest.raises(MusterError, match=r"no run 'x'; newest in .*: none"):
-        runs.find("x", root)
+        run_directory.find("x", root)
     names = [made(root, f"n{i}").name for i in range(7)]
     with pytest.raises(MusterError) as error:
-        runs.find("x", root)
+        run_directory.find("x", root)
     assert f"{names[6]}, {names[5]}, {names[4]}, {names[3]}, {names[2]}" in str(error.value)
     assert names[1] not in str(error.value)
 
@@ -91,15 +91,15 @@ def test_a_mistyped_run_names_the_nearest(root):
     made(root, "images")
     for text in ("speech", name[:-1], name.replace("speech", "spech")):
         with pytest.raises(MusterError, match=f"no run '{text}'; did you mean {name}[,?]"):
-            runs.find(text, root)
+            run_directory.find(text, root)
 
 
 def test_every_run_newest_first_without_links_and_strangers(root):
     old, new = made(root, "b"), made(root, "a")
     old.update(created=100.0)
     (root / "notes").mkdir()
-    assert runs.every(root) == [new, old]
-    assert runs.every(root / "none") == []
+    assert run_directory.every(root) == [new, old]
+    assert run_directory.every(root / "none") == []
 
 
 def test_updates_keep_what_they_do_not_touch(root):
@@ -163,9 +163,9 @@ def test_a_process_nobody_has_buried_yet_does_not_count(root):
 
 
 def test_a_start_that_failed_does_not_look_alive_for_ever(root, gone):
-    code = f"from pathlib import Path; from muster import runs; runs.create(Path({str(root)!r}), 'a', {{}})"
+    code = f"from pathlib import Path; from muster import run_directory; run_directory.create(Path({str(root)!r}), 'a', {{}})"
     subprocess.run([sys.executable, "-c", code], check=True)
-    (run,) = runs.every(root)
+    (run,) = run_directory.every(root)
     assert run.info()["state"] == "starting"
     assert run.state() == "interrupted"
 
@@ -182,7 +182,7 @@ def test_a_run_of_another_machine_or_container_lives_while_it_shows_signs_of_lif
     root, gone, where
 ):
     run = made(root, state="running", pid=gone, **where)
-    old = time.time() - runs.STALE_S - 1
+    old = time.time() - run_directory.STALE_S - 1
     assert run.state() == "running", "it was taken over a moment ago"
     run.update(owned=old)
     assert run.state() == "interrupted"
@@ -195,15 +195,15 @@ def test_a_run_of_another_machine_or_container_lives_while_it_shows_signs_of_lif
 def test_a_queued_run_has_no_process_and_is_not_removed(root, gone):
     run = made(root, state="queued", pid=gone)
     assert run.state() == "queued"
-    assert runs.clean(root) == []
+    assert run_directory.clean(root) == []
     with pytest.raises(MusterError, match="still queued"):
-        runs.remove(run)
+        run_directory.remove(run)
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from muster.runs import Run
+from muster.run_directory import Run
 for i in range(60):
     Run(Path(sys.argv[1])).update(**{f"{sys.argv[2]}-{i}": i})
 """
@@ -224,7 +224,7 @@ def test_a_damaged_run_file_is_no_stack_trace(root):
     (run.path / "run.json").write_text("{")
     assert run.info() == {}
     assert run.state() == "interrupted"
-    assert runs.every(root) == [run]
+    assert run_directory.every(root) == [run]
 
 
 def test_cleaning_takes_ended_and_interrupted_runs_and_never_living_ones(root, gone):
@@ -232,10 +232,10 @@ def test_cleaning_takes_ended_and_interrupted_runs_and_never_living_ones(root, g
     running, starting = made(root, "c", "running"), made(root, "d", "starting")
     interrupted = made(root, "e", "running")
     interrupted.update(pid=gone)
-    assert runs.clean(root) == [interrupted, failed, finished]
-    assert runs.clean(root, keep=1) == [failed, finished]
-    assert runs.clean(root, keep=4) == [finished]
-    assert runs.clean(root, keep=9) == []
+    assert run_directory.clean(root) == [interrupted, failed, finished]
+    assert run_directory.clean(root, keep=1) == [failed, finished]
+    assert run_directory.clean(root, keep=4) == [finished]
+    assert run_directory.clean(root, keep=9) == []
     assert running.path.is_dir()
     assert starting.path.is_dir()
 
@@ -244,18 +244,18 @@ def test_cleaning_takes_ended_and_interrupted_runs_and_never_living_ones(root, g
 def test_a_living_run_is_never_removed(root, state):
     run = made(root, state=state)
     with pytest.raises(MusterError, match=f"still {state}; stop it first"):
-        runs.remove(run)
+        run_directory.remove(run)
     assert run.path.is_dir()
 
 
 def test_removing_the_latest_points_to_the_newest_left(root):
     first, second, third = made(root, "a"), made(root, "b"), made(root, "c")
-    runs.remove(first)
+    run_directory.remove(first)
     assert (root / "latest").resolve() == third.path.resolve()
-    runs.remove(third)
+    run_directory.remove(third)
     assert not third.path.exists()
     assert (root / "latest").resolve() == second.path.resolve()
-    runs.remove(second)
+    run_directory.remove(second)
     assert list(root.iterdir()) == []
 
 
@@ -283,7 +283,7 @@ def test_of_long_metrics_only_the_end_is_read(root):
 STUBBORN = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from muster.runs import Run
+from muster.run_directory import Run
 run, kind = Run(Path(sys.argv[1])), sys.argv[2]
 if kind == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -302,7 +302,7 @@ def started(root):
     """Stands for a run: `obedient` ones end when asked, others on SIGTERM, `deaf` ones on neither."""
     processes = []
 
-    def start(kind: str) -> runs.Run:
+    def start(kind: str) -> run_directory.Run:
         run = made(root, state="starting")
         process = subprocess.Popen([sys.executable, "-c", STUBBORN, str(run.path), kind])
         processes.append(process)
@@ -326,11 +326,11 @@ def started(root):
     ],
 )
 def test_stopping_asks_then_tells_then_kills(started, monkeypatch, kind, now, how, code):
-    monkeypatch.setattr(runs, "GRACE_S", 1.0)
+    monkeypatch.setattr(run_directory, "GRACE_S", 1.0)
     run = started(kind)
     first, child = run.processes()
     assert child.pid == run.info()["child"]
-    assert runs.stop(run, 0.5, now=now) == how
+    assert run_directory.stop(run, 0.5, now=now) == how
     assert run.state() == "stopped"
     assert run.info().get("exit_code") == code
     assert (run.path / "stop-requested").exists() is not now
@@ -341,22 +341,34 @@ def test_stopping_asks_then_tells_then_kills(started, monkeypatch, kind, now, ho
 def test_a_run_of_another_host_is_asked_but_never_signalled(root, gone):
     run = made(root, state="running", host="elsewhere", pid=os.getpid())
     with pytest.raises(MusterError, match="processes are on elsewhere"):
-        runs.stop(run, 0.1)
+        run_directory.stop(run, 0.1)
     assert (run.path / "stop-requested").exists()
     assert run.processes() == []
 
 
 def test_a_run_has_one_owner_at_a_time(tmp_path):
-    run = runs.create(tmp_path, "speech", {})
+    run = run_directory.create(tmp_path, "speech", {})
     words = rf"by process {os.getpid()} on .*`muster stop`"
     with run.claim(), pytest.raises(LaunchError, match=words):
-        runs.Run(run.path).claim()
-    runs.Run(run.path).claim().close()
+        run_directory.Run(run.path).claim()
+    run_directory.Run(run.path).claim().close()
 
 
 def test_the_owner_of_a_run_that_has_ended_may_take_a_moment_to_leave(tmp_path):
-    run = runs.create(tmp_path, "speech", {})
+    run = run_directory.create(tmp_path, "speech", {})
     claim = run.claim()
     run.update(state="finished")
     threading.Timer(0.3, claim.close).start()
     run.claim().close()
+
+
+def test_the_latest_run_is_one_to_go_on_with(tmp_path, monkeypatch):
+    from muster.entrypoints.open_run import existing_run
+
+    monkeypatch.chdir(tmp_path)
+    assert existing_run("latest") is None
+    made = run_directory.create(Path("runs"), "a", {})
+    made.update(state="stopped")
+    found = existing_run("latest")
+    assert found is not None
+    assert found.path == made.path.resolve()

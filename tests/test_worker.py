@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import soundfile
 
-from muster import runs
-from muster.train.loop import train
+from muster import run_directory
+from muster.training.loop import train
 from muster.worker.results import finish
 from training import make_job
 
@@ -37,7 +37,7 @@ def half_broken(tmp_path_factory) -> Path:
 
 def train_and_finish(mesh, folder: str, overrides: list[str]):
     """The samples that this rank met broken, and the results."""
-    job, run = make_job(mesh, folder, overrides), runs.Run(Path(folder))
+    job, run = make_job(mesh, folder, overrides), run_directory.Run(Path(folder))
     if mesh.first:
         run.update(created=time.time())
     done = train(job)
@@ -95,7 +95,7 @@ def test_results_count_each_clip_that_broke_on_any_rank_once(
         assert first
         assert second
     assert results["left_out"] == {"broken while training": len(BROKEN)}
-    assert runs.Run(tmp_path).results() == results
+    assert run_directory.Run(tmp_path).results() == results
     assert nothing == {}
 
 

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from muster.observe.results import read_lines
-from muster.runs import Run
+from muster.run_directory import Run
 from processes import python_path
 
 RECIPE = """

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 import few_clips
-from muster import runs
+from muster import run_directory
 from muster.observe.results import read_lines
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
-from muster.train.job import Job
-from muster.train.loop import train
+from muster.training.job import Job
+from muster.training.loop import train
 from muster.worker.prepare import prepare
 
 SMALL = ["logging.tensorboard=false", "evaluation.every_steps=null", "checkpoint.every_steps=null"]
@@ -23,7 +23,7 @@ SPEECH = ("speech", "speech-streaming", "whisper-micro")
 def make_job(mesh: Mesh, folder: str, overrides: list[str], recipe: str = "speech") -> Job:
     few = [f"data.train={few_clips.folder()}", "training.global_batch_size=8"]
     loaded = load(recipe, [*SMALL, *(few if recipe in SPEECH else ()), *overrides])
-    run = runs.Run(Path(folder))
+    run = run_directory.Run(Path(folder))
     if mesh.first:
         (run.path / "ranks").mkdir(parents=True, exist_ok=True)
     mesh.barrier()

@@ -36,6 +36,9 @@ HOMES = {
     "_fsdp_param_group": "torch.distributed.fsdp._fully_shard",
     "compute_local_shape_and_global_offset": "torch.distributed.tensor._utils",
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop",
+    # Muon's arithmetic
+    "_adjust_lr": "torch.optim._muon",
+    "_zeropower_via_newtonschulz": "torch.optim._muon",
     # process groups
     "_resolve_process_group": "torch.distributed.distributed_c10d",
     "_set_pg_timeout": "torch.distributed.distributed_c10d",

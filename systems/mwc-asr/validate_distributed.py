@@ -2,7 +2,7 @@
 
 import sys
 
-from muster.check.script import main
+from muster.checks.script import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -29,7 +29,7 @@ from muster.cli.bench import collectives as cli
 from muster.cli.bench.common import size_in, size_of
 from muster.errors import DataError, LaunchError
 from muster.hardware import catalogue
-from muster.plan.time import Cluster
+from muster.planner.time import Cluster
 from muster.probes.collectives import COLLECTIVES, addend, bus_share, compare, pattern, total
 from processes import runs_module
 

@@ -19,8 +19,8 @@ from muster.cli.bench.common import recipe_and
 from muster.parallel import ddp
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
-from muster.plan.dtensor_recorder import DTensorRecorder
-from muster.plan.messages import Message
+from muster.planner.dtensor_recorder import DTensorRecorder
+from muster.planner.messages import Message
 
 SMALL = ["training.global_batch_size=1", "data.sequence_length=32"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from muster.check.findings import Finding, RankNames
+from muster.checks.findings import Finding, RankNames
 
 
 def rank_names(*hosts: str, **changes: dict[int, Any]) -> RankNames:

@@ -61,7 +61,7 @@ def start_ranks(
         variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank}
         variables |= {"LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         variables |= {name: of[rank] for name, of in odd.items() if rank in of}
-        code = f"import sys\n{plant}\nfrom muster.check.script import main\n"
+        code = f"import sys\n{plant}\nfrom muster.checks.script import main\n"
         code += f"sys.exit(main(['--json', '--timeout', '{timeout}']))"
         env = {name: str(value) for name, value in variables.items()}
         started.append(start([sys.executable, "-c", code], errors=subprocess.PIPE, env=env))
@@ -136,7 +136,7 @@ def test_a_corrupted_collective_ends_the_check():
 def ranks_of(check: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(check.pid).children()
     return sorted(
-        (c for c in children if runs_module(c, "muster.check.rank")),
+        (c for c in children if runs_module(c, "muster.checks.rank")),
         key=lambda c: c.pid,  # started one after the other
     )
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from check.people import only, rank_names
-from muster.check import devices, links, network, ranks, software
-from muster.check.context import Options
-from muster.check.findings import Finding, Report, find_outliers
-from muster.check.judge import Judge
-from muster.check.messages import MessageStore
+from muster.checks import devices, links, network, ranks, software
+from muster.checks.context import Options
+from muster.checks.findings import Finding, Report, find_outliers
+from muster.checks.judge import Judge
+from muster.checks.messages import MessageStore
 from muster.hardware import inventory
 from muster.hardware.inventory import Gpu, Inventory, Pcie
 

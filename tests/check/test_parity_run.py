@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from muster.check.parity import ROWS, rows_for
-from muster.check.parity_run import run_parity
+from muster.checks.parity import ROWS, rows_for
+from muster.checks.parity_run import run_parity
 from muster.errors import MusterError
 from processes import muster
 

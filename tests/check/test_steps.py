@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import few_clips
 from check.people import only, rank_names
-from muster.check import balance, collectives, data, gradients, links
-from muster.check.context import Options, RankContext, RankReport
-from muster.check.messages import MessageStore
+from muster.checks import balance, collectives, data, gradients, links
+from muster.checks.context import Options, RankContext, RankReport
+from muster.checks.messages import MessageStore
 from muster.launch.cluster import RankInfo
 from muster.parallel.mesh import Mesh
 

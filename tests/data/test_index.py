@@ -239,17 +239,20 @@ def test_row_groups_held_at_once_have_a_bound_and_one_always_passes(
     table = index.open_table(path)
     monkeypatch.setattr(index, "MAX_BYTES", int(room * table.sizes[0]))
     monkeypatch.setattr(index.os, "cpu_count", lambda: 4)
-    held, seen, lock, measure = set(), [], threading.Lock(), index.measure
+    held, seen, together, measure = set(), [], threading.Condition(), index.measure
 
     def slow(cells, rows, decode):
-        with lock:
+        """Holds its row group until as many are held as may be, or for a moment where they have been."""
+        with together:
             held.add(threading.get_ident())
             seen.append(len(held))
-        time.sleep(0.02)
+            together.notify_all()
+            together.wait_for(lambda: max(seen) >= most, timeout=20)
+        time.sleep(0.01)
         try:
             return measure(cells, rows, decode)
         finally:
-            with lock:
+            with together:
                 held.discard(threading.get_ident())
 
     monkeypatch.setattr(index, "measure", slow)

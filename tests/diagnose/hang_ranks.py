@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from muster.observe import heartbeat
 from muster.observe.heartbeat import beat
-from muster.train.checkpoint import Checkpoints
+from muster.training.checkpoint import Checkpoints
 
 STALL_S = 3.0
 ASTRAY = 4  # the step at which rank 1 does what its scene asks

@@ -9,7 +9,7 @@ import torch
 
 from muster.hardware.catalogue import FLOAT8_CAPABILITY
 from muster.observe.results import read_lines
-from muster.train.loop import train
+from muster.training.loop import train
 from training import make_job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

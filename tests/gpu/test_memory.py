@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster import runs
-from muster.train.loop import train
+from muster import run_directory
+from muster.training.loop import train
 from pool import RankPool
 from processes import muster, python_path
 from training import make_job
@@ -42,7 +42,7 @@ def test_one_rank_runs_out_of_memory(recipe, tmp_path, shrinks):
     ]
     env, code = python_path(tmp_path), 0 if shrinks else 1
     muster("train", recipe, *words, folder=tmp_path, env=env, code=code)
-    run = runs.find("tight", tmp_path / "runs")
+    run = run_directory.find("tight", tmp_path / "runs")
     if shrinks:
         results = run.results()
         assert results

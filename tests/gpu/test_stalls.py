@@ -6,7 +6,7 @@ import pytest
 
 from muster.diagnose.hang import analyse
 from muster.observe.heartbeat import GRACE_S
-from muster.runs import Run
+from muster.run_directory import Run
 from spoilt import spoil
 
 STALL_S = 20.0  # four runs start at once on one GPU

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import pool
 from muster.bench import ranks as bench_ranks
 from muster.bench.scaling import most_ranks
-from muster.check import devices, judge, ranks
-from muster.check.context import Options
-from muster.check.findings import RankNames
+from muster.checks import devices, judge, ranks
+from muster.checks.context import Options
+from muster.checks.findings import RankNames
 from muster.cli import app
 from muster.errors import LaunchError
 from muster.hardware import environment, rehearsal

@@ -22,7 +22,7 @@ from muster.errors import MusterError
 from muster.inference.export import export_checkpoint
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.train.checkpoint import FORMAT, digest
+from muster.training.checkpoint import FORMAT, digest
 
 TOKENS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
 LORA = ["+model.lora={rank: 2, alpha: 6.0, targets: [q, v, up]}"]

@@ -18,7 +18,7 @@ from muster.inference.load import Trained, load_recogniser, load_trained
 from muster.inference.score import score
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.train.checkpoint import FORMAT, MANIFEST, Saved, digest
+from muster.training.checkpoint import FORMAT, MANIFEST, Saved, digest
 
 
 def trained(preset: str = "gpt2-micro", *overrides: str) -> Trained:

@@ -19,7 +19,7 @@ from muster.errors import MusterError
 from muster.inference import load as inference
 from muster.inference.stream import stream
 from muster.inference.transcribe import transcribe
-from muster.train.evaluate import evaluate
+from muster.training.evaluate import evaluate
 from training import make_job, run_training
 
 GREEDY = ["evaluation.decoder=greedy", "evaluation.ngram=null", "evaluation.known_words=false"]

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from muster import runs
+from muster import run_directory
 from muster.cli import app
 from muster.errors import LaunchError, RecipeError
 from muster.observe.results import STOP_FILE
 from muster.recipe.load import from_resolved
-from muster.runs import Run
+from muster.run_directory import Run
 from processes import MUSTER, free_port, runs_module, start, until
 from tiny import LONG, STEPS, losses
 
@@ -26,7 +26,7 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *MUSTER
 
 
 def the_run(folder: Path) -> Run:
-    return runs.find("latest", folder / "runs")
+    return run_directory.find("latest", folder / "runs")
 
 
 def said_of(folder: Path) -> list[float]:
@@ -89,7 +89,7 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe
     psutil.Process(process.pid).children()[1].kill()
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
-    assert len(runs.every(tmp_path / "runs")) == 1
+    assert len(run_directory.every(tmp_path / "runs")) == 1
     assert "resumed at step" in said
     alone = [line["loss"] for line in undisturbed(1)[:18]]
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
@@ -103,7 +103,7 @@ def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
         assert process.returncode == 0, said
         (tmp_path / "runs" / "mine" / STOP_FILE).write_text("")  # as if it had been stopped
     assert "resumed at step 4" in said
-    assert [run.name for run in runs.every(tmp_path / "runs")] == ["mine"]
+    assert [run.name for run in run_directory.every(tmp_path / "runs")] == ["mine"]
     alone = [line["loss"] for line in undisturbed(1)[:8]]
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 

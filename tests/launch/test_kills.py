@@ -5,8 +5,8 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from muster import runs
-from muster.runs import Run
+from muster import run_directory
+from muster.run_directory import Run
 from processes import lives, muster, python_path, runs_module, until
 from tiny import losses
 
@@ -42,7 +42,7 @@ if "muster.worker" in sys.orig_argv:
         import shutil
         import torch
         from muster.launch import rendezvous
-        from muster.train import checkpoint
+        from muster.training import checkpoint
     if PHASE == "join":
         hold_before(rendezvous, "register")
     elif PHASE == "first step":
@@ -71,7 +71,9 @@ def held(recipe, tmp_path):
         words = [f"training.steps={STEPS}", "checkpoint.every_steps=2", "checkpoint.keep=1"]
         muster("train", recipe, *words, "--gpus", "2", "--detach", folder=tmp_path, env=env)
         until(lambda: mark.exists() and mark.read_text())
-        return runs.find("latest", tmp_path / "runs"), psutil.Process(int(mark.read_text()))
+        return run_directory.find("latest", tmp_path / "runs"), psutil.Process(
+            int(mark.read_text())
+        )
 
     return begin
 
@@ -114,7 +116,7 @@ def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed
         ranks = supervisor.children()
         supervisor.kill()
         rank.kill()
-        until(lambda: not any(lives(process.pid) for process in ranks), limit=20)
+        until(lambda: not any(lives(p.pid) for p in (supervisor, *ranks)), limit=20)
         assert len(ranks) == 2
         assert run.state() == "interrupted"
         muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)

@@ -18,7 +18,7 @@ from muster.errors import LaunchError, MusterError, RecipeError
 from muster.launch import kubernetes
 from muster.launch.job import ClusterJob
 from muster.recipe.load import from_resolved, load
-from muster.runs import Run
+from muster.run_directory import Run
 
 VERSIONS = ["1.29", "1.37"]  # the first in which a failure limit per pod is on, and the newest here
 IMAGE = "kubernetes.image=ghcr.io/someone/muster:1"

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 import processes
-from muster import runs
-from muster.runs import Run
+from muster import run_directory
+from muster.run_directory import Run
 from processes import MUSTER, lives, muster, python_path, runs_module, until
 from tiny import LONG, losses
 
@@ -28,7 +28,7 @@ def start(recipe, tmp_path):
         words = [f"training.steps={STEPS}", "distributed.max_restarts=20"]
         words += ["checkpoint.every_steps=3", *overrides]
         muster("train", recipe, *words, "--gpus", "2", "--detach", folder=folder)
-        return runs.find("latest", folder / "runs")
+        return run_directory.find("latest", folder / "runs")
 
     return begin
 
@@ -55,7 +55,7 @@ def finished(recipe, undisturbed, tmp_path_factory) -> Run:
     """A run that a user started and nobody disturbed: the losses of the same ranks in a pool."""
     folder = tmp_path_factory.mktemp("finished")
     muster("train", recipe, "--gpus", "2", folder=folder)
-    run = runs.find("latest", folder / "runs")
+    run = run_directory.find("latest", folder / "runs")
     assert run.state() == "finished"
     assert losses(run) == expected(undisturbed, len(losses(run)))
     return run
@@ -121,7 +121,7 @@ def test_ranks_whose_supervisor_is_killed_while_they_start_end_too(recipe, tmp_p
     env = {"HELD_UP": str(tmp_path / "starting"), **python_path(tmp_path)}
     words = [recipe, LONG, "--gpus", str(ranks), "--detach"]
     muster("train", *words, folder=tmp_path, env=env)
-    run = runs.find("latest", tmp_path / "runs")
+    run = run_directory.find("latest", tmp_path / "runs")
     until(lambda: len(list((tmp_path / "starting").iterdir())) == ranks)
     psutil.Process(run.info()["pid"]).kill()
     started = [int(path.name) for path in (tmp_path / "starting").iterdir()]
@@ -169,7 +169,7 @@ def test_a_failure_names_the_cause_and_the_exit_code_is_not_zero(tmp_path):
     assert "the run failed" in done.stdout
     assert "outside the vocabulary" in done.stdout
     assert "ranks/0.log" in done.stdout
-    assert runs.find("latest", tmp_path / "runs").state() == "failed"
+    assert run_directory.find("latest", tmp_path / "runs").state() == "failed"
 
 
 def press_ctrl_c(watcher: subprocess.Popen) -> str:
@@ -189,7 +189,7 @@ def test_leaving_with_ctrl_c_leaves_the_run_running(recipe, tmp_path):
     words = press_ctrl_c(watcher)
     assert watcher.returncode == 130
     assert "goes on" in words
-    run = runs.find("latest", tmp_path / "runs")
+    run = run_directory.find("latest", tmp_path / "runs")
     before = len(losses(run))
     until(lambda: len(losses(run)) > before)
     muster("stop", "latest", folder=tmp_path)

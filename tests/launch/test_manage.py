@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 import processes
-from muster import runs
+from muster import run_directory
 from muster.observe.results import read_lines
-from muster.runs import Run
+from muster.run_directory import Run
 from processes import python_path, runs_module, until
 from tiny import LONG, losses
 from training import run_training
@@ -49,8 +49,8 @@ def muster(
 
 def start(recipe: str, folder: Path) -> Run:
     muster("train", recipe, LONG, "--gpus", "2", "--detach", folder=folder)
-    run = runs.find("latest", folder / "runs")
-    until(lambda: run.last_metrics().get("step", 0) >= 2 or run.state() not in runs.ALIVE)
+    run = run_directory.find("latest", folder / "runs")
+    until(lambda: run.last_metrics().get("step", 0) >= 2 or run.state() not in run_directory.ALIVE)
     assert run.state() == "running", run.info()
     return run
 
@@ -119,7 +119,7 @@ def test_a_run_that_does_not_answer_is_killed_with_all_its_ranks(recipe, tmp_pat
 
 
 def made(folder: Path, **info: object) -> Run:
-    run = runs.create(folder / "runs", "speech", {})
+    run = run_directory.create(folder / "runs", "speech", {})
     run.update(**info)
     return run
 
@@ -167,7 +167,7 @@ def test_ranks_start_again_smaller_when_one_of_them_has_no_room(
     variables = {"HUNGRY_FROM": str(calls), **python_path(tmp_path)}
     words = [*SHORT, "training.per_device_batch_size=8", "--gpus", "2"]
     said = muster("train", recipe, *words, folder=tmp_path, **variables).stdout
-    run = runs.find("latest", tmp_path / "runs")
+    run = run_directory.find("latest", tmp_path / "runs")
     when = f"step {saved + 1}" if saved else r"step \d \(tried ahead\)"
     words = f"out of memory at {when} on rank 1: 8 → 4 samples at a time; all ranks restart"
     assert re.search(words, said)

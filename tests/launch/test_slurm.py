@@ -21,7 +21,7 @@ from muster.launch.job import ClusterJob
 from muster.observe.results import STOP_FILE, read_lines
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
-from muster.runs import ALIVE_FILE, Run
+from muster.run_directory import ALIVE_FILE, Run
 from tiny import LONG, losses, slow_steps
 
 STEPS = 40

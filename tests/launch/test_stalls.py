@@ -9,7 +9,7 @@ import pytest
 
 from muster.diagnose.hang import Hang, analyse
 from muster.observe.heartbeat import GRACE_S, STALLED
-from muster.runs import Run
+from muster.run_directory import Run
 from spoilt import spoil
 
 STALL_S = 10.0  # four runs start at once; a healthy first step must fit in
@@ -43,7 +43,7 @@ def test_a_rank_that_sleeps_is_named_with_its_line(spoilt):
     found = hang(spoilt, "sleep")
     assert found.state == "stuck"
     assert "in all_reduce: time.sleep(600), from " in (found.line or "")
-    assert "train/loop.py" in _stack(spoilt["sleep"][0], 1)
+    assert "training/loop.py" in _stack(spoilt["sleep"][0], 1)
     assert "all_reduce number" in (found.collective or "")
     failure = failure_of(spoilt, "sleep")
     assert (failure["rank"], failure["exit_code"]) == (1, STALLED)

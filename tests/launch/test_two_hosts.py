@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hosts import Host, hosts, needs_namespaces  # noqa: F401
-from muster import runs
+from muster import run_directory
 from muster.observe.results import read_lines
 from tiny import LONG
 
@@ -60,7 +60,7 @@ def test_two_hosts_train_as_one_process_does_and_restart_together(
     subprocess.run(["kill", "-9", victims[0]], check=True)
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    run = runs.find("latest", tmp_path / "runs")
+    run = run_directory.find("latest", tmp_path / "runs")
     assert run.info()["nodes"] == ["host-a", "host-b"]
     assert run.info()["restarts"] == 1
     assert "was killed (SIGKILL)" in said[0]

@@ -18,6 +18,7 @@ from transformers import (
     MistralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from muster.errors import CheckpointError, MusterError, RecipeError
@@ -66,6 +67,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "qwen2-window": lambda: Qwen2Config(
         **ROTARY, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0
     ),
+    "qwen3": lambda: Qwen3Config(**ROTARY, head_dim=12, tie_word_embeddings=True),
 }
 TOKENS = torch.randint(0, 61, (2, 24), generator=torch.Generator().manual_seed(1))
 

@@ -122,6 +122,17 @@ def test_compiled_layers_compute_the_same(tmp_path: Path):
     assert_close(model(features(), tokens()), expected, 1e-5)
 
 
+def test_states_lie_row_by_row_in_every_layer():
+    """A layer keeps the layout of its input; that of the convolutions has the time innermost."""
+    model, seen = Whisper(SMALL), []
+    for module in model.modules():
+        if type(module).__name__ in model.plan.blocks:
+            module.register_forward_hook(lambda _, given, out: seen.extend((given[0], out)))
+    model(features(), tokens())
+    assert len(seen) == 10
+    assert all(states.is_contiguous() for states in seen)
+
+
 def test_dropout_works_in_training_alone():
     model = Whisper(WhisperConfig(**vars(SMALL) | {"dropout": 0.5}))
     same = [model(features(), tokens()) for _ in range(2)]

@@ -20,7 +20,7 @@ from muster.parallel.apply import apply
 from muster.parallel.engine import Engine, StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.train.optimizer import make_optimizer
+from muster.training.optimizer import make_optimizer
 from parallel.models import make_recipe, summed_loss
 from whisper_reference import END, NO_TIMESTAMPS, START, features, make, tokens
 

@@ -15,7 +15,7 @@ from muster.observe import heartbeat
 from muster.observe.profile import Profile, window
 from muster.observe.results import STOP_FILE, read_lines, summarise_metrics
 from muster.observe.trace import read, summarise
-from muster.train.loop import train
+from muster.training.loop import train
 from processes import muster
 from training import make_job
 

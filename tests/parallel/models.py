@@ -20,7 +20,7 @@ from muster.parallel.gradients import clip_divisor
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
-from muster.train.optimizer import make_optimizer
+from muster.training.optimizer import make_optimizer
 
 TIME = 8
 LR = 1e-2
@@ -102,6 +102,12 @@ def make_batch(config: DecoderConfig, rows: int, seed: int = 0, time: int = TIME
     units = int((targets != IGNORE).sum())
     tensors = {"tokens": drawn[:, :-1], "targets": targets}
     return Batch(list(range(rows)), tensors, units, units, targets.numel())
+
+
+def inputs_of(batch: Batch) -> Inputs:
+    """With the positions that context ranks have."""
+    shared = {name: batch[name] for name in ("positions",) if name in batch.tensors}
+    return Inputs((batch["tokens"],), shared)
 
 
 def share(batch: Batch, part: int, parts: int) -> Batch:

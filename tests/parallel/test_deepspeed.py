@@ -11,7 +11,7 @@ from torch import nn
 from muster.parallel.apply import apply
 from muster.parallel.deepspeed import misaligned
 from muster.parallel.layout import layout_for
-from muster.train.optimizer import make_optimizer
+from muster.training.optimizer import make_optimizer
 from parallel.models import GPT, Maker, make_recipe
 
 

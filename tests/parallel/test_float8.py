@@ -26,9 +26,9 @@ from muster.parallel.engine import Engine
 from muster.parallel.gradients import clip_divisor
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
-from muster.train.checkpoint import Checkpoints
-from muster.train.optimizer import make_optimizer
-from muster.train.precision import resolve_precision
+from muster.training.checkpoint import Checkpoints
+from muster.training.optimizer import make_optimizer
+from muster.training.precision import resolve_precision
 from parallel.models import LLAMA, LR, Maker, make_batch, make_functions, make_recipe, share
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

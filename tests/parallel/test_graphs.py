@@ -26,14 +26,16 @@ COMMON = [
 
 def course(folder, recipe: str, overrides: list[str]) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step, on the GPU."""
-    from muster import runs
+    from muster import run_directory
     from muster.parallel import mesh as meshes
-    from muster.train.loop import train
+    from muster.training.loop import train
     from muster.worker.prepare import prepare
 
     mesh = meshes.join(0, 0, Layout(), "cuda", 60.0)
     try:
-        job = prepare(load(recipe, [*COMMON, *overrides]), mesh, runs.create(folder, "run", {}))
+        job = prepare(
+            load(recipe, [*COMMON, *overrides]), mesh, run_directory.create(folder, "run", {})
+        )
         train(job)
         graphs = job.engine.graphs  # type: ignore[attr-defined]
         assert graphs is None or graphs.captured

@@ -56,6 +56,26 @@ def plan_of(config) -> ParallelPlan:
             "hybrid",
         ),
         ({"strategy": "hybrid", "shard": 4}, 4, Layout(shard=4), "fsdp"),
+        ({"strategy": "context"}, 4, Layout(context=4), "context"),
+        ({"strategy": "context", "context": 2}, 4, Layout(replicate=2, context=2), "hsdp"),
+        ({"strategy": "context"}, 1, Layout(), "single"),
+        (
+            {"strategy": "ddp", "context": 2},
+            4,
+            Layout(replicate=2, context=2, ddp=True),
+            "ddp",
+        ),
+        ({"strategy": "auto", "context": 2}, 2, Layout(context=2, ddp=True), "ddp"),
+        ({"strategy": "fsdp", "context": 2}, 8, Layout(shard=4, context=2), "fsdp"),
+        ({"strategy": "fsdp", "context": 2}, 2, Layout(context=2), "context"),
+        ({"strategy": "hsdp", "context": 2}, 8, Layout(2, 2, context=2), "hsdp"),
+        ({"strategy": "hybrid", "context": 2}, 4, Layout(shard=2, context=2), "fsdp"),
+        (
+            {"strategy": "hybrid", "context": 2, "tensor": 2},
+            8,
+            Layout(shard=2, tensor=2, context=2),
+            "hybrid",
+        ),
     ],
 )
 def test_a_strategy_is_a_preset_of_sizes(options, world, layout, name):
@@ -126,6 +146,26 @@ def test_hsdp_on_unequal_machines_names_the_key_to_set():
         ({"strategy": "tensor", "shard": 2}, 4, r"distributed\.shard is set, but strategy tensor"),
         ({"strategy": "zero3", "tensor": 2}, 4, r"distributed\.tensor is set, but strategy zero3"),
         (
+            {"strategy": "context", "tensor": 2},
+            4,
+            r"distributed\.tensor is set, but strategy context",
+        ),
+        (
+            {"strategy": "zero2", "context": 2},
+            4,
+            r"distributed\.context is set, but strategy zero2.*use ddp, fsdp, hsdp or strategy=hybrid",
+        ),
+        (
+            {"strategy": "hybrid", "context": 2, "pipeline": 2},
+            4,
+            r"distributed\.context: pipeline 2 × context 2 would send parts of sequences",
+        ),
+        (
+            {"strategy": "ddp", "context": 3},
+            4,
+            r"distributed\.context: 3 does not divide the 4 ranks",
+        ),
+        (
             {"strategy": "auto", "pipeline": 2},
             4,
             r"distributed\.pipeline is set.*strategy=hybrid, or set distributed\.pipeline=auto",
@@ -137,7 +177,7 @@ def test_sizes_that_do_not_go_together_are_refused(options, world, words):
         layout_for(Distributed(**options), world)
 
 
-@pytest.mark.parametrize("axis", ["replicate", "tensor", "pipeline"])
+@pytest.mark.parametrize("axis", ["replicate", "tensor", "pipeline", "context"])
 def test_zero_multiplies_with_nothing(axis):
     with pytest.raises(RecipeError, match=r"zero2 shards over all ranks.*strategy=hybrid"):
         Layout(shard=2, zero=2, **{axis: 2})
@@ -255,3 +295,41 @@ def test_a_strategy_given_anew_forgets_the_sizes_of_the_one_before(name):
 def test_all_of_deepspeeds_options_are_forgotten():
     found = {key.rpartition(".")[2] for key in unused_keys("ddp") if "deepspeed" in key}
     assert found == set(DeepSpeed.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "words"),
+    [
+        ({"context": 4}, 60, "60 is not a multiple of 8, which context 4 needs.*use 56 or 64"),
+        ({"context": 4}, 4, "4 is not a multiple of 8.*use 8, or"),
+        ({"context": 2, "tensor": 4}, 36, "36 is not a multiple of 8,.*use 32 or 40"),
+        ({"context": 4, "ddp": True}, 60, r"60 is.*context 4 \(DDP\) needs.*use 56 or 64"),
+    ],
+)
+def test_sequences_that_context_ranks_cannot_share_are_refused(sizes, length, words):
+    recipe = load("llama-micro", [f"data.sequence_length={length}"])
+    with pytest.raises(RecipeError, match=rf"data\.sequence_length: {words}"):
+        Layout(**sizes).check_sequences(recipe)
+    Layout(**sizes).check_sequences(load("llama-micro", ["data.sequence_length=64"]))
+
+
+def test_only_what_has_tokens_and_a_plan_is_shared_by_context_ranks():
+    with pytest.raises(
+        RecipeError, match=r"distributed\.context: 2, but only causal-lm.*speech-ctc"
+    ):
+        Layout(context=2).check_sequences(load("speech", []))
+    with pytest.raises(RecipeError, match=r"distributed\.context: m has no context-parallel plan"):
+        Layout(context=2).check_model(ParallelPlan(blocks=("Block",)), "m")
+    Layout(context=2).check_model(plan_of(LLAMA), "m")
+
+
+def test_context_ranks_count_each_sample_and_each_shard_once():
+    layout = Layout(replicate=2, shard=2, context=2, tensor=2)
+    device = torch.device("cpu")
+    meshes = [Mesh(rank, 0, layout, device, None) for rank in range(layout.world)]
+    assert sorted(m.data_rank for m in meshes if m.is_reporter) == list(range(4))
+    parts = [(m.data_rank, m.context_rank) for m in meshes if m.has_loss]
+    assert sorted(parts) == list(itertools.product(range(4), range(2)))
+    shards = {layout.shard_rank(rank) for rank in range(layout.world)}
+    assert shards == set(range(layout.shards)) == set(range(4))
+    assert Layout(replicate=2, context=2, ddp=True).shards == 1

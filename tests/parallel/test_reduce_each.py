@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from muster.plan.dtensor_recorder import DTensorRecorder
-from muster.plan.simulate import recording, step, track_static
-from muster.plan.trace import Trace
+from muster.planner.dtensor_recorder import DTensorRecorder
+from muster.planner.simulate import recording, step, track_static
+from muster.planner.trace import Trace
 from parallel.models import GPT, course, make_batch, make_engine, make_functions, micro_batches
 
 ROWS = 8

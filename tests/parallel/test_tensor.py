@@ -26,6 +26,7 @@ from parallel.models import (
 
 # Sums over the ranks are taken in another order: about 1e-7 of the largest gradient.
 TOLERANCE = 2e-6
+QWEN3 = dataclasses.replace(LLAMA, qk_norm=True)
 Found = tuple[dict[str, Tensor], Tensor, float]
 
 
@@ -64,7 +65,7 @@ def close(one: Tensor, other: Tensor) -> bool:
     ("sequence", "loss", "time"),
     [(True, True, 8), (True, False, 6), (False, True, 7), (False, False, 8)],
 )
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("config", [GPT, LLAMA, QWEN3], ids=["gpt", "llama", "qwen3"])
 def test_every_gradient_is_that_of_one_process(ranks, config, sequence, loss, time):
     options = {"sequence_parallel": sequence, "loss_parallel": loss}
     gradients, logits, total = run_alone(config, time)
@@ -74,6 +75,23 @@ def test_every_gradient_is_that_of_one_process(ranks, config, sequence, loss, ti
         for name, gradient in gradients.items():
             assert close(gradient, found_gradients[name]), name
         assert close(logits, found_logits)
+
+
+def gradients_of_shards(mesh, config: DecoderConfig) -> dict[str, Tensor]:
+    distributed = {"strategy": "hybrid", "tensor": 2}
+    engine, batch = make_engine(mesh, config, distributed), make_batch(config, 6)
+    pieces = micro_batches(mesh, distributed, batch, 1)
+    engine.accumulate(pieces, make_functions(batch.units))
+    engine.grad_norm()
+    return whole_gradients(engine)
+
+
+def test_norms_of_heads_are_summed_over_tensor_ranks_and_shards(ranks):
+    gradients, _, _ = run_alone(QWEN3, 8)
+    assert gradients["blocks.0.attention.q_norm.weight"].abs().max() > 1e-5
+    for found in ranks(4)(gradients_of_shards, QWEN3):
+        for name, gradient in gradients.items():
+            assert close(gradient, found[name]), name
 
 
 def test_a_sequence_that_cannot_be_cut_evenly_is_refused(ranks):

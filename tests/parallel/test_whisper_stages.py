@@ -25,7 +25,7 @@ from muster.parallel.mesh import Mesh
 from muster.parallel.pipeline import equal_shapes
 from muster.parallel.stages import cut_evenly
 from muster.recipe.schema import Recipe
-from muster.train.optimizer import make_optimizer
+from muster.training.optimizer import make_optimizer
 from parallel.models import whole_gradients
 
 # 37 symbols and 22 hidden units do not divide by 4, 7 positions of the encoder not by 2.

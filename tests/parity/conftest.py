@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.check.parity import TrainingCurve
+from muster.checks.parity import TrainingCurve
 from parity.table import train_row
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import few_clips
 from muster import models
-from muster.check.parity import TrainingCurve, short_recipe, training_curve
+from muster.checks.parity import TrainingCurve, short_recipe, training_curve
 from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
@@ -34,6 +34,9 @@ models.PRESETS["llama-uneven"] = DecoderConfig(
 )
 # Blocks that compiled code can read where DeepSpeed packs them.
 models.PRESETS["gpt-aligned-uneven"] = dataclasses.replace(models.PRESETS["gpt-uneven"], hidden=64)
+models.PRESETS["gpt-wide"] = dataclasses.replace(
+    models.PRESETS["gpt-uneven"], width=64, hidden=160, head_size=0
+)
 models.PRESETS["window-uneven"] = dataclasses.replace(models.PRESETS["llama-uneven"], window=7)
 # 3 heads, 5 layers; for tensor ranks 4 heads, for eight stages 9 layers.
 models.PRESETS["whisper-uneven"] = WhisperConfig(
@@ -73,8 +76,17 @@ RECIPES = {
     "whisper-heads": "whisper-micro",
     "whisper-deep": "whisper-micro",
 }
+SHAPED = {  # the same sizes as the presets above, by keys
+    "gpt": "gpt2-micro model.shape={layers:3,width:32,heads:4,hidden:67,positions:32}",
+    "llama": "llama-micro model.shape={layers:3,width:32,heads:8,hidden:67,positions:32}",
+    "whisper": "whisper-micro model.shape={layers:2,decoder_layers:3,width:30,heads:3,hidden:67}",
+}
 BATCH = 18
 STEPS = "training.steps=3"
+
+
+def model_of(name: str) -> list[str]:
+    return f"model.preset={SHAPED.get(name, f'{name}-uneven')}".split()
 
 
 def overrides_for(model: str, corpus: str) -> list[str]:
@@ -93,14 +105,14 @@ def overrides_for(model: str, corpus: str) -> list[str]:
     if model.startswith("whisper"):
         return [
             STEPS,
-            f"model.preset={model}-uneven",
+            *model_of(model),
             f"data.train={few_clips.folder()}",
             "training.global_batch_size=18",
             "training.lr=3e-4",
         ]
     return [
         STEPS,
-        f"model.preset={model}-uneven",
+        *model_of(model),
         f"data.train={corpus}",
         "data.sequence_length=24",
         f"training.global_batch_size={BATCH}",

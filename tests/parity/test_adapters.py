@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.check.parity import distance, short_recipe, training_curve
+from muster.checks.parity import distance, short_recipe, training_curve
 from muster.recipe.load import load
 
 pytest.importorskip("peft")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from muster.check.parity import ROWS, distance
+from muster.checks.parity import ROWS, distance
 
 pytestmark = pytest.mark.gpu
 OPTIONS = {row.name: row.options for row in ROWS}

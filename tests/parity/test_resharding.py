@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.check.parity import (
+from muster.checks.parity import (
     TOLERANCE,
+    WEIGHT_TOLERANCE,
     CurveDistance,
     TrainingCurve,
     distance,
@@ -18,6 +19,7 @@ from muster.check.parity import (
 )
 from muster.recipe.load import load
 from parity.table import RECIPES, overrides_for
+from pool import RankError
 
 STEPS, SAVED = 4, 2
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -27,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp 4": (4, ("distributed.strategy=fsdp",)),
     # on_oom=shrink tries the costliest batch first, and discards its gradients, as on a GPU.
     "zero3 2": (2, ("distributed.strategy=zero3", "training.on_oom=shrink")),
+    "context 2 × fsdp 2": (4, ("distributed.strategy=fsdp", "distributed.context=2")),
     "tensor 2 × pipeline 2": (
         4,
         ("distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pipeline=2"),
@@ -40,8 +43,9 @@ WHISPER = LAYOUTS | {
 }
 # One back to itself, bit for bit. All pairs, and the 2-D layout, with --full.
 ORDINARY = {("ddp 2", "fsdp 2"), ("fsdp 2", "zero3 2"), ("zero3 2", "alone")}
-ORDINARY |= {("fsdp 2", "fsdp 2")}
+ORDINARY |= {("fsdp 2", "fsdp 2"), ("fsdp 2", "context 2 × fsdp 2")}
 ON_GPUS = ORDINARY | {
+    ("context 2 × fsdp 2", "fsdp 4"),
     ("zero3 2", "zero3 2"),
     ("ddp 2", "fsdp 4"),
     ("fsdp 4", "tensor 2 × pipeline 2"),
@@ -145,6 +149,78 @@ def assert_continued(straight, went_on, saver: str, loader: str, model: str) -> 
         assert went_on.norms == unbroken.norms[SAVED:]
         assert all(torch.equal(went_on.weights[n], w) for n, w in unbroken.weights.items())
     return found
+
+
+OPTIMIZERS = [
+    ("muon", "fsdp 2", "fsdp 2", ()),
+    ("muon", "fsdp 2", "tensor 2 × pipeline 2", pytest.mark.full),
+    ("muon", "tensor 2 × pipeline 2", "alone", pytest.mark.full),
+    ("muon", "fsdp 2", "alone", ()),
+    ("adamw-8bit", "fsdp 2", "fsdp 2", ()),
+    ("adamw-8bit", "fsdp 2", "alone", ()),
+    ("adamw-8bit", "ddp 2", "fsdp 4", pytest.mark.full),
+    ("adafactor", "fsdp 2", "fsdp 2", pytest.mark.full),
+    ("adafactor", "fsdp 2", "alone", ()),
+    ("adafactor", "tensor 2 × pipeline 2", "fsdp 4", pytest.mark.full),
+    ("sgd", "zero3 2", "fsdp 2", pytest.mark.full),
+    ("sgd", "fsdp 2", "zero3 2", pytest.mark.full),
+]
+# Muon rounds to bfloat16 and 8-bit blocks begin elsewhere in other shards: another layout rounds
+# otherwise, by this much in a few steps.
+ROUNDED = {"muon": 1e-4, "adamw-8bit": 2e-3}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "saver", "loader"),
+    [pytest.param(o, s, x, marks=m) for o, s, x, m in OPTIMIZERS],
+)
+def test_every_optimizer_continues_under_any_layout(
+    ranks, small_corpus, tmp_path, record_property, optimizer, saver, loader
+):
+    """Against the same run that was never stopped, under the layout it was saved by."""
+    if optimizer == "adamw-8bit":
+        pytest.importorskip("torchao")
+    if "zero3 2" in (saver, loader):
+        pytest.importorskip("deepspeed")
+    asked = [f"training.optimizer={optimizer}", f"training.lr={RATES.get(optimizer, 1e-3)}"]
+    if optimizer in ("sgd", "adafactor"):  # the recipe is for AdamW
+        asked.append("~training.betas")
+    if optimizer == "adamw-8bit":  # shards of 4,096 elements and more
+        asked.append("model.preset=gpt-wide")
+    folders = tmp_path / "straight", tmp_path / "continued"
+    made = []
+    for folder, name in zip(folders, (saver, loader), strict=True):
+        if made:
+            middle = Path("checkpoints", f"step-{SAVED}")
+            shutil.copytree(folders[0] / middle, folder / middle)
+        world, options = LAYOUTS[name]
+        arguments = (str(folder), small_corpus, [*asked, *options])
+        made.append(ranks(world)(train_on, *arguments)[0])
+    straight, went_on = made
+    tail = TrainingCurve(straight.losses[SAVED:], straight.norms[SAVED:], straight.weights)
+    if saver == loader:
+        assert (went_on.losses, went_on.norms) == (tail.losses, tail.norms)
+        assert all(torch.equal(went_on.weights[n], w) for n, w in straight.weights.items())
+        return
+    found = distance(tail, went_on)
+    record_property("row", f"| {optimizer}: {saver} | {loader} | {found}")
+    allowed = ROUNDED.get(optimizer, TOLERANCE)
+    assert max(found.loss, found.norm) < allowed, found
+    assert found.weights < max(allowed, WEIGHT_TOLERANCE), found
+
+
+RATES = {"sgd": 0.1, "adafactor": 1e-2}
+
+
+def test_another_optimizer_is_refused_before_anything_is_loaded(
+    ranks, straight, small_corpus, tmp_path
+):
+    middle = Path("checkpoints", f"step-{SAVED}")
+    shutil.copytree(straight("ddp 2")[1] / middle, tmp_path / middle)
+    with pytest.raises(
+        RankError, match=r"trained with training\.optimizer='adamw'.* 'muon'|optimizer='muon'"
+    ):
+        ranks(2)(train_on, str(tmp_path), small_corpus, ["training.optimizer=muon"])
 
 
 def test_the_comparison_notices_a_lost_optimizer(ranks, straight, small_corpus, tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.check.parity import short_recipe
+from muster.checks.parity import short_recipe
 from muster.recipe.load import load
 from parity.table import RECIPES, overrides_for
 
@@ -15,6 +15,8 @@ LAYOUTS = {
     "fsdp 2": (2, ["distributed.strategy=fsdp"]),
     "fsdp 4": (4, ["distributed.strategy=fsdp"]),
     "zero3 2": (2, ["distributed.strategy=zero3"]),
+    "context 2": (2, ["distributed.strategy=context"]),
+    "context 4": (4, ["distributed.strategy=fsdp", "distributed.context=2"]),
     "tensor 2": (2, ["distributed.strategy=tensor"]),
     "pipeline 2": (2, ["distributed.strategy=pipeline"]),
     "tensor 2 × pipeline 2": (
@@ -43,16 +45,16 @@ def score(
     """The scores of the validation split, and the hypotheses that were worst."""
     from contextlib import nullcontext
 
-    from muster import runs
+    from muster import run_directory
     from muster.models.whisper import model as whisper
-    from muster.train.evaluate import evaluate
+    from muster.training.evaluate import evaluate
     from muster.worker.prepare import prepare
 
     recipe = load(RECIPES[model], short_recipe([*overrides_for(model, corpus), *options]))
     Path(folder, "ranks").mkdir(parents=True, exist_ok=True)
     usual, whisper.initial_std = whisper.initial_std, lambda *key: 3 * (usual(*key) or 0) or None
     try:  # so large that what is heard matters from the start
-        job = prepare(recipe, mesh, runs.Run(Path(folder)))
+        job = prepare(recipe, mesh, run_directory.Run(Path(folder)))
     finally:
         whisper.initial_std = usual
     found = evaluate(job.task, job.engine, "validation", job.mesh, 4, nullcontext)
@@ -60,7 +62,7 @@ def score(
     return found.scores, [example.hypothesis for example in found.worst]
 
 
-FULL = ("ddp 2", "fsdp 4", "tensor 2", "tensor 2 × pipeline 2", "pipeline 2 × fsdp 2")
+FULL = ("ddp 2", "fsdp 4", "context 4", "tensor 2", "tensor 2 × pipeline 2", "pipeline 2 × fsdp 2")
 
 
 @pytest.mark.parametrize(

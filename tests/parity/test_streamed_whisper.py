@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from muster.check.parity import TrainingCurve, distance, short_recipe, training_curve
+from muster.checks.parity import TrainingCurve, distance, short_recipe, training_curve
 from muster.data.batches import BatchPlan, cut
 from muster.data.corpus import embedded_folder
 from muster.recipe.load import load

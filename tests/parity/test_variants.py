@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from muster.check.parity import distance
+from muster.checks.parity import distance
 
 HYBRID = ("distributed.strategy=hybrid", "distributed.tensor=2", "distributed.pipeline=2")
 ISOLATED = ("data.isolate_documents=true",)
 
 
 FSDP = ("distributed.strategy=fsdp",)
+CONTEXT = ("distributed.strategy=context",)
+SHARED = ("distributed.strategy=hybrid", "distributed.context=2", "distributed.tensor=2")
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,10 @@ FSDP = ("distributed.strategy=fsdp",)
         pytest.param("gpt", ISOLATED, 2, FSDP, id="isolated-fsdp"),
         pytest.param("gpt", ISOLATED, 4, HYBRID, id="isolated-hybrid", marks=pytest.mark.full),
         pytest.param("window", (), 2, FSDP, id="window-fsdp", marks=pytest.mark.full),
+        pytest.param("gpt", ISOLATED, 2, CONTEXT, id="isolated-context"),
+        pytest.param("window", (), 2, CONTEXT, id="window-context"),
+        pytest.param("window", ISOLATED, 4, CONTEXT, id="both-context", marks=pytest.mark.full),
+        pytest.param("window", ISOLATED, 4, SHARED, id="both-shared", marks=pytest.mark.full),
     ],
 )
 def test_masks_reach_every_layer_of_every_layout(course_of, model, options, world, layout):
@@ -47,6 +53,21 @@ def test_checkpointing_activations_changes_nothing(course_of, strategy, mode):
         pytest.importorskip("deepspeed")
     options = (f"training.activation_checkpointing={mode}", f"distributed.strategy={strategy}")
     found = distance(course_of("gpt", 1), course_of("gpt", 2, options))
+    assert found.small, found
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "training.activation_checkpointing=full",
+        pytest.param("training.activation_checkpointing=selective", marks=pytest.mark.full),
+        pytest.param("training.compile=true", marks=pytest.mark.full),
+        pytest.param("distributed.fsdp.cpu_offload=true", marks=pytest.mark.full),
+        pytest.param("distributed.fsdp.sharding=shard_grad_op", marks=pytest.mark.full),
+    ],
+)
+def test_context_ranks_share_sequences_with_every_option(course_of, option):
+    found = distance(course_of("llama", 1), course_of("llama", 2, (*CONTEXT, option), 4))
     assert found.small, found
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import cache
 
 from muster.hardware import catalogue
-from muster.plan.find_recipe import find_recipe
-from muster.plan.open_subject import open_subject
-from muster.plan.planner import Planner
-from muster.plan.subject import Subject
-from muster.plan.time import Cluster
+from muster.planner.find_recipe import find_recipe
+from muster.planner.open_subject import open_subject
+from muster.planner.planner import Planner
+from muster.planner.subject import Subject
+from muster.planner.time import Cluster
 
 SMALL = ("data.sequence_length=64", "training.global_batch_size=64")
 SMALL += ("training.compile=false",)  # a compiled block takes three times as long to record

@@ -18,8 +18,9 @@ from muster.recipe.batch import (
     solve,
 )
 from muster.recipe.load import load
-from muster.recipe.schema import Recipe, Training
-from muster.train.optimizer import peak_lr
+from muster.recipe.schema import Recipe
+from muster.recipe.training import Training
+from muster.training.optimizer import peak_lr
 
 
 def training(total, per_device="auto", accumulation="auto") -> Training:

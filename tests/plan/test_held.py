@@ -9,8 +9,8 @@ import pytest
 
 from muster.models.configs import DecoderConfig
 from muster.parallel.layout import Layout
-from muster.plan.shards import REST, cut, local_shape, stages
-from muster.plan.subject import Subject
+from muster.planner.shards import REST, cut, local_shape, stages
+from muster.planner.subject import Subject
 from parallel.models import GPT, LLAMA, Maker, make_recipe
 
 UNEVEN = dataclasses.replace(GPT, layers=5, hidden=67)

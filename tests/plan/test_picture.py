@@ -13,7 +13,7 @@ import pytest
 
 from muster.errors import MusterError
 from muster.observe.drawing import COLOURS, DPI
-from muster.plan.picture import draw_memory, draw_scaling
+from muster.planner.picture import draw_memory, draw_scaling
 
 PARTS = ["weights", "gradients", "optimizer", "activations", "context"]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -177,7 +177,7 @@ def test_without_matplotlib_the_error_says_how_to_install_it(tmp_path, monkeypat
 
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from muster.plan.picture import draw_memory\n"
+        "import sys; from pathlib import Path; from muster.planner.picture import draw_memory\n"
         "assert 'matplotlib' not in sys.modules\n"
         "import matplotlib; before = matplotlib.rcParams.copy()\n"
         f"draw_memory(Path({str(tmp_path / 'a')!r}), {{'rank 0': {{'weights': 1.0}}}}, 8, 'x')\n"

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from muster.cli import app, common
 from muster.errors import MemoryLimitError, MusterError, RecipeError
-from muster.plan import report
-from muster.plan.memory import WORKSPACE
-from muster.plan.search import SearchResult
+from muster.planner import report
+from muster.planner.memory import WORKSPACE
+from muster.planner.search import SearchResult
 from plan.subjects import LLAMA, planner, subject
 from processes import muster
 

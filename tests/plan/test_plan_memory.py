@@ -14,27 +14,28 @@ import pytest
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from muster.check.parity import ROWS, StrategyRow
+from muster.checks.parity import ROWS, StrategyRow
 from muster.data.loader import Batch, Inputs
 from muster.hardware import catalogue
 from muster.parallel.apply import apply
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.stages import stages_per_rank
-from muster.plan import memory
-from muster.plan.fake_cuda import autocast
-from muster.plan.memory import Choice, MemoryEstimate, estimate_memory, static_memory
-from muster.plan.open_subject import open_subject
-from muster.plan.planner import Planner
-from muster.plan.profile import ExecutionMode, ModelCost, record
-from muster.plan.shards import Stage, stages
-from muster.plan.simulate import simulate
-from muster.plan.subject import Subject
-from muster.plan.time import Cluster
+from muster.planner import memory
+from muster.planner.fake_cuda import autocast
+from muster.planner.memory import Choice, MemoryEstimate, estimate_memory, static_memory
+from muster.planner.open_subject import open_subject
+from muster.planner.optimizer import OptimizerChoice
+from muster.planner.planner import Planner, split_axes
+from muster.planner.profile import ExecutionMode, ModelCost, record
+from muster.planner.shards import Stage, stages
+from muster.planner.simulate import simulate
+from muster.planner.subject import Subject
+from muster.planner.time import Cluster
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
-from muster.train.optimizer import make_optimizer
-from parallel.models import GPT, LLAMA, Maker, make_batch, make_recipe, summed_loss
+from muster.training.optimizer import make_optimizer
+from parallel.models import GPT, LLAMA, Maker, inputs_of, make_batch, make_recipe, summed_loss
 
 # 67 hidden units, 37 symbols and 5 layers divide by neither 2 nor 4.
 SMALL = {
@@ -56,6 +57,9 @@ class Little(Maker):
             p.requires_grad_(not self.frozen or ".q." in name or ".v." in name)
         return model
 
+    def example(self) -> str:
+        return "any"
+
     def collate(self, samples: Sequence[Any], epoch: int) -> Batch:
         return make_batch(self.config, len(samples))
 
@@ -63,7 +67,7 @@ class Little(Maker):
         return batch
 
     def inputs(self, batch: Batch) -> Inputs:
-        return Inputs((batch["tokens"],))
+        return inputs_of(batch)
 
     def loss(self, output: Any, batch: Batch) -> Tensor:
         return summed_loss(output, batch)
@@ -161,6 +165,53 @@ def test_every_rank_holds_the_bytes_that_were_planned(ranks, row, world, model, 
         assert found == planned, f"rank {rank}"
 
 
+# Matrices of more than 4,096 elements, which 8-bit averages take, on two ranks.
+WIDE = dataclasses.replace(LLAMA, width=64, hidden=256)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"),
+    [
+        ("adafactor", "fsdp"),
+        ("muon", "fsdp"),
+        ("adamw-8bit", "fsdp"),
+        *(
+            pytest.param(o, s, marks=pytest.mark.full)
+            for o, s in (
+                ("sgd", "fsdp"),
+                ("sgd", "zero2"),
+                ("sgd", "zero3"),
+                ("adafactor", "tensor"),
+                ("muon", "tensor"),
+                ("adamw-8bit", "ddp"),
+            )
+        ),
+    ],
+)
+def test_every_optimizer_keeps_the_bytes_that_were_planned(ranks, optimizer, strategy):
+    for module in ("torchao",) * (optimizer == "adamw-8bit") + ("deepspeed",) * (
+        "zero" in strategy
+    ):
+        pytest.importorskip(module)
+    recipe = make_recipe({"strategy": strategy}, optimizer=optimizer)
+    layout = layout_for(recipe.distributed, 2)
+    kept = OptimizerChoice.of(recipe.training)
+    choice = Choice(layout, "fp32", ROWS_EACH, accumulation=2, optimizer=kept)
+    task = Little(WIDE)
+    for rank, found in enumerate(ranks(2)(measured, task, recipe, "fp32")):
+        stage = stage_of(task, recipe, layout, rank)
+        assert found == static_memory(choice, stage, rank), f"rank {rank}"
+        if optimizer != "adamw":
+            assert (
+                found["optimizer"]
+                < static_memory(replace_optimizer(choice), stage, rank)["optimizer"]
+            )
+
+
+def replace_optimizer(choice: Choice) -> Choice:
+    return dataclasses.replace(choice, optimizer=OptimizerChoice())
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_weights_that_rest_have_no_gradients(ranks, strategy):
     recipe = make_recipe({"strategy": strategy})
@@ -196,17 +247,25 @@ def choice_of(recipe: Recipe, world: int, precision: str, count: int = 1) -> Cho
 
 
 @cache
-def load_of(model: str, precision: str, rounded: bool, layers: int) -> ModelCost:
+def load_of(model: str, precision: str, rounded: bool, layers: int, context: int = 1) -> ModelCost:
     subject = Subject(make_recipe(), Little(BIG[model]))  # type: ignore[arg-type]
-    mode = ExecutionMode(precision, rounded_weights=rounded and precision != "fp32")
-    return record(subject, mode).workload({"blocks": layers}, ROWS_EACH)
+    mode = ExecutionMode(
+        precision, rounded_weights=rounded and precision != "fp32", context=context
+    )
+    if context == 1:
+        return record(subject, mode).workload({"blocks": layers}, ROWS_EACH)
+    with split_axes(1, context) as axes:
+        return record(subject, mode, axes=axes).workload({"blocks": layers}, ROWS_EACH)
 
 
 def needed(model: str, recipe: Recipe, choice: Choice, rank: int = 0) -> MemoryEstimate:
     stage = stage_of(Little(BIG[model]), recipe, choice.layout, rank)
     rounded = choice.sharded or choice.layout.zero > 0
     return estimate_memory(
-        choice, stage, load_of(model, choice.precision, rounded, stage.layers), rank
+        choice,
+        stage,
+        load_of(model, choice.precision, rounded, stage.layers, choice.layout.context),
+        rank,
     )
 
 
@@ -227,6 +286,8 @@ PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
     "keeps": ("gpt", fsdp(sharding="shard_grad_op"), 8, "fp32", 1),
     "keeps bf16": ("llama", fsdp(sharding="shard_grad_op"), 8, "bf16", 1),
     "hsdp": ("llama", {"strategy": "hsdp"}, 8, "bf16", 1),
+    "context": ("gpt", {"strategy": "context"}, 2, "bf16", 1),
+    "context × fsdp": ("gpt", {"strategy": "fsdp", "context": 4}, 8, "fp32", 3),
     "pipeline": ("gpt", {"strategy": "pipeline"}, 2, "fp32", 4),
     "pipeline × fsdp": ("llama", {"strategy": "hybrid", "pipeline": 2}, 8, "fp32", 4),
     "pipeline × fsdp bf16": ("llama", {"strategy": "hybrid", "pipeline": 2}, 8, "bf16", 4),
@@ -258,10 +319,34 @@ def test_memory_rises_as_high_as_was_planned(name):
     assert planned == pytest.approx(real.peak, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        pytest.param("llama-micro", {"context": 2}, marks=pytest.mark.full),
+        pytest.param("gpt-micro", {"context": 4}, marks=pytest.mark.full),
+        pytest.param("llama-micro", {"context": 2, "tensor": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_activations_of_long_sequences_are_those_of_one_context_rank(name, sizes):
+    """Against the step on a fake cluster; nearly all of it is activations."""
+    layout = Layout(**sizes)
+    settings = ["data.sequence_length=256", "training.compile=false", "training.precision=bf16"]
+    subject = open_subject(load(name, settings))
+    plan = Planner(subject, Cluster(catalogue.find("h100"), layout.world, 8), "bf16").evaluate(
+        Choice(layout, "bf16", rows=16)
+    )
+    real = simulate(subject, layout, recipe=subject.recipe, precision="bf16", rank=0, rows=16)
+    planned = plan.memory.allocated - memory.WORKSPACE
+    assert plan.memory.parts["activations"] > 0.8 * planned
+    assert planned == pytest.approx(real.peak, rel=0.03)
+    assert plan.duration.context > 0
+    assert (plan.duration.tensor > 0) == (layout.tensor > 1)
+
+
 def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int:
     """What a recorder sees of DeepSpeed, whose steps only real processes can run."""
-    from muster.plan.dtensor_recorder import DTensorRecorder
-    from muster.plan.trace import Trace
+    from muster.planner.dtensor_recorder import DTensorRecorder
+    from muster.planner.trace import Trace
 
     task = Little(BIG[model])
     layout = layout_for(recipe.distributed, mesh.world)

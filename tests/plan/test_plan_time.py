@@ -8,10 +8,18 @@ import pytest
 
 from muster.hardware import catalogue
 from muster.parallel.layout import Layout
-from muster.plan.kernels import HOST, LAUNCH_US, MATRIX, STREAM, Speeds
-from muster.plan.memory import Choice
-from muster.plan.op_cost import OpCost
-from muster.plan.time import (
+from muster.planner.kernels import (
+    BETWEEN_S,
+    HOST,
+    LAUNCH_US,
+    MATRIX,
+    SHORTEST_S,
+    STREAM,
+    Speeds,
+)
+from muster.planner.memory import Choice
+from muster.planner.op_cost import OpCost
+from muster.planner.time import (
     IDLE_S,
     STEP_CALLS,
     Cluster,
@@ -45,7 +53,7 @@ def test_a_kernel_takes_as_long_as_its_dearer_half():
     )
     slow = replace(computing, dtype="float32")
     assert speeds.seconds(slow) > 5 * speeds.seconds(computing)
-    assert speeds.seconds(replace(moving, bytes=1.0)) == pytest.approx(2.5e-6)
+    assert speeds.seconds(replace(moving, bytes=1.0)) == pytest.approx(SHORTEST_S + BETWEEN_S)
 
 
 def test_what_was_measured_goes_before_the_peak():
@@ -153,3 +161,17 @@ def test_a_load_is_tallied_by_kind():
     assert found.tensor == 0
     assert found.host == pytest.approx(load.calls["op"] * HOST["op"] * LAUNCH_US * 1e-6)
     assert load.calls["op"] > 2 * load.block_calls["op"] > 0
+
+
+def test_graphs_are_used_where_the_host_is_slower_than_the_device():
+    """Without launching, and with gradients that keep their memory."""
+    alone = Cluster(H100, 1, 1)
+    for rows, used in ((1, True), (4096, False)):
+        plans = {}
+        for graphs in ("auto", "false"):
+            thing = subject(*GPT, f"training.cuda_graphs={graphs}")
+            plans[graphs] = planner(thing).on(alone).evaluate(Choice(Layout(), "bf16", rows))
+        auto, launched = plans["auto"], plans["false"]
+        assert (auto.duration.total < launched.duration.total) == used
+        assert (auto.memory.allocated > launched.memory.allocated) == used
+        assert used == (launched.duration.host > 0)

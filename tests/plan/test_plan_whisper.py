@@ -8,10 +8,10 @@ import pytest
 
 from muster.errors import MusterError, RecipeError
 from muster.parallel.layout import Layout
-from muster.plan.memory import Choice
-from muster.plan.search import _Search
-from muster.plan.shards import stages
-from muster.plan.simulate import simulate
+from muster.planner.memory import Choice
+from muster.planner.search import _Search
+from muster.planner.shards import stages
+from muster.planner.simulate import simulate
 from plan.subjects import planner, subject
 
 WHISPER = (

@@ -13,13 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.hardware import catalogue
 from muster.parallel.blocks import checkpoint_activations
-from muster.plan import profile
-from muster.plan.compiled import Compiler, _allocate_outputs
-from muster.plan.fake_cuda import fake_cuda
-from muster.plan.kernels import Speeds, host_seconds
-from muster.plan.profile import FEW, KEPT, MORE, ExecutionMode, record
-from muster.plan.subject import blocks_of
-from muster.plan.trace import Recorder, Trace
+from muster.planner import profile
+from muster.planner.compiled import Compiler, Summary, _allocate_outputs
+from muster.planner.fake_cuda import fake_cuda
+from muster.planner.kernels import Speeds, host_seconds
+from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, record
+from muster.planner.subject import blocks_of
+from muster.planner.trace import Recorder, Trace
 from plan.subjects import GPT, LLAMA, subject
 
 MODELS = {
@@ -47,7 +47,7 @@ def whole(thing, mode: ExecutionMode, rows: int):
     deep = replace(thing)
     with torch.device("meta"):
         vars(deep)["shallow"] = thing.task.build_model()  # the cached property
-    recorder = profile._ProfileRecorder(deep, mode, True, None, None, Compiler())
+    recorder = profile._ProfileRecorder(deep, mode, True, profile.SplitAxes(), None, Compiler())
     return recorder.record(depths_of(thing), rows)
 
 
@@ -134,7 +134,7 @@ def test_the_recorder_sees_what_real_tensors_take():
 
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from muster.plan.subject import fake
+    from muster.planner.subject import fake
 
     batch = thing.batch(MORE, costliest=True)
     real = step(thing.task.build_model(), batch)
@@ -171,7 +171,7 @@ def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
         running = [
             sum(n * speeds.seconds(cost) for cost, _, n in load.ops) for load in (told, real)
         ]
-        assert 0.85 * running[1] < running[0] <= 1.02 * running[1]
+        assert 0.8 * running[1] < running[0] <= 1.02 * running[1]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
@@ -182,6 +182,23 @@ def test_a_compiled_block_saves_what_torch_compile_does(checkpointing):
     checkpoint_activations(list(real), checkpointing)
     real[0].compile(backend="aot_eager_decomp_partition")
     assert saved_bytes(told) == saved_bytes(real) > 0
+
+
+def test_what_is_pointwise_is_computed_in_the_kernel_that_reads_it():
+    """Not written before a product and read after it; a sum is."""
+
+    def pointwise(x, w):
+        return torch.sigmoid(x) * (x @ w)
+
+    def reduced(x, w):
+        return torch.sigmoid(x).sum(1, keepdim=True) * (x @ w)
+
+    x, w = torch.empty(512, 256), torch.empty(256, 256)
+    size = x.nbytes
+    ((_, told),) = [Summary.of(make_fx(pointwise)(x, w)).costs]
+    assert told.bytes == 3 * size, "x and the product, and the result"
+    _, *told = Summary.of(make_fx(reduced)(x, w)).costs
+    assert sum(cost.bytes for cost in told) == 3 * size + 2 * 512 * 4
 
 
 def one_block() -> nn.Sequential:

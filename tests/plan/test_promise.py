@@ -11,9 +11,9 @@ import pytest
 
 from muster.hardware import catalogue, rehearsal
 from muster.parallel.layout import Layout
-from muster.plan.search import search
-from muster.plan.strategy import propose
-from muster.plan.time import Cluster
+from muster.planner.search import search
+from muster.planner.strategy import propose
+from muster.planner.time import Cluster
 from plan.subjects import GPT, LLAMA, planner, subject
 
 H100 = catalogue.find("h100")

@@ -10,16 +10,16 @@ from collections import Counter
 import pytest
 
 from muster.hardware import catalogue
-from muster.plan import planner as planning
-from muster.plan import recordings
-from muster.plan.messages import Message
-from muster.plan.op_cost import OpCost
-from muster.plan.planner import Planner
-from muster.plan.profile import KEPT, ExecutionMode, Profile
-from muster.plan.recordings import Recordings, digest_of, recording_key
-from muster.plan.search import search
-from muster.plan.time import Cluster
-from muster.plan.trace import Trace, TracePoint
+from muster.planner import planner as planning
+from muster.planner import recordings
+from muster.planner.messages import Message
+from muster.planner.op_cost import OpCost
+from muster.planner.planner import Planner
+from muster.planner.profile import KEPT, ExecutionMode, Profile
+from muster.planner.recordings import Recordings, digest_of, recording_key
+from muster.planner.search import search
+from muster.planner.time import Cluster
+from muster.planner.trace import Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
 from plan.subjects import GPT, SMALL, subject
 
@@ -147,9 +147,9 @@ def test_a_plan_from_the_cache_does_not_import_what_only_recording_needs():
     """In an interpreter of its own. A model on the meta device is part of every plan."""
     code = f"""
 import sys
-from muster.plan import report, search
-from muster.plan.find_recipe import find_recipe
-from muster.plan.open_subject import open_subject
+from muster.planner import report, search
+from muster.planner.find_recipe import find_recipe
+from muster.planner.open_subject import open_subject
 print(open_subject(find_recipe("gpt-micro", {list(SMALL)!r})).parameters)
 print([name for name in {HEAVY!r} if name in sys.modules])
 """

@@ -9,11 +9,11 @@ import pytest
 
 from muster.errors import RecipeError
 from muster.parallel.layout import Layout, layout_for
-from muster.plan import report
-from muster.plan.find_recipe import find_recipe
-from muster.plan.memory import GIB, MARGIN
-from muster.plan.search import CHECKPOINTING_MODES, TIE, _Search, rank, search
-from muster.plan.time import Cluster
+from muster.planner import report
+from muster.planner.find_recipe import find_recipe
+from muster.planner.memory import GIB, MARGIN
+from muster.planner.search import CHECKPOINTING_MODES, TIE, _Search, rank, search
+from muster.planner.time import Cluster
 from muster.recipe.batch import solve
 from plan import subjects
 from plan.subjects import GPT, LLAMA, planner, subject
@@ -128,6 +128,24 @@ def test_tensor_ranks_stay_within_a_machine():
     assert "spans nodes of 2" in looked.rejected["tensor 4"]
 
 
+def test_context_ranks_are_in_every_layout_where_they_are_asked_for():
+    looked = _Search(planner(subject(*LLAMA, "distributed.context=2"), 8, per_node=4), True)
+    whole, split = list(looked._layouts()), list(looked._split_layouts())
+    assert whole == [
+        Layout(replicate=4, context=2, ddp=True),
+        Layout(shard=4, context=2),
+        Layout(replicate=2, shard=2, context=2),
+    ]
+    assert split == [Layout(shard=2, tensor=2, context=2)]
+    assert "context" in looked.rejected["zero1, zero2, zero3"]
+
+
+def test_context_ranks_are_refused_for_a_model_without_a_plan_for_them():
+    thing = subject("speech", "distributed.context=2")
+    with pytest.raises(RecipeError, match=r"distributed\.context.*no context-parallel plan"):
+        search(planner(thing, 4), thorough=False)
+
+
 def test_what_a_model_cannot_be_cut_into_is_said_once():
     looked = _Search(planner(subject(*LLAMA), 8), True)
     layouts = list(looked._split_layouts())
@@ -160,6 +178,10 @@ def test_a_strategy_that_is_asked_for_is_the_only_one_weighed():
         pytest.param(Layout(tensor=2, shard=4), marks=pytest.mark.full),
         pytest.param(Layout(pipeline=4, shard=2), marks=pytest.mark.full),
         pytest.param(Layout(pipeline=2, tensor=2, shard=2), marks=pytest.mark.full),
+        pytest.param(Layout(replicate=2, shard=2, context=2), marks=pytest.mark.full),
+        pytest.param(Layout(replicate=4, context=2, ddp=True), marks=pytest.mark.full),
+        pytest.param(Layout(context=8), marks=pytest.mark.full),
+        pytest.param(Layout(tensor=2, context=4), marks=pytest.mark.full),
     ],
     ids=str,
 )
@@ -248,6 +270,6 @@ def test_the_arithmetic_names_every_part():
     best = search(plans, thorough=False).best
     assert best is not None
     text = "\n".join(report.arithmetic(plans, best))
-    for word in ("weights", "gradients", "moments", "activations", "buffers", "slack", "context"):
+    for word in ("weights", "gradients", "state", "activations", "buffers", "slack", "context"):
         assert word in text
     assert "global batch" in text

@@ -21,12 +21,13 @@ from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError, RecipeError
 from muster.models.plan import ParallelPlan
 from muster.parallel.apply import apply
+from muster.parallel.context import share
 from muster.parallel.engine import StepFunctions
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.stages import cut_evenly
-from muster.plan.dtensor_recorder import DTensorRecorder
-from muster.plan.fake_cuda import autocast
-from muster.plan.rank_recorder import (
+from muster.planner.dtensor_recorder import DTensorRecorder
+from muster.planner.fake_cuda import autocast
+from muster.planner.rank_recorder import (
     Sent,
     count_messages,
     recording,
@@ -34,19 +35,19 @@ from muster.plan.rank_recorder import (
     step,
     track_static,
 )
-from muster.plan.simulate import (
+from muster.planner.simulate import (
     Simulated,
     representative_ranks,
     simulate,
     simulate_all,
 )
-from muster.plan.subject import Subject
-from muster.plan.trace import Trace
+from muster.planner.subject import Subject
+from muster.planner.trace import Trace
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.train.optimizer import make_optimizer
+from muster.training.optimizer import make_optimizer
 from parallel import models
-from parallel.models import Maker, make_batch, make_recipe, summed_loss
+from parallel.models import Maker, inputs_of, make_batch, make_recipe, summed_loss
 from pool import RankError
 
 ROWS = 2
@@ -56,6 +57,9 @@ ROWS = 2
 class Little(Maker):
     """A decoder of the strategies' tests, as much of a task as a step needs."""
 
+    def example(self) -> str:
+        return "any"
+
     def collate(self, samples: Sequence[Any], epoch: int) -> Batch:
         return make_batch(self.config, len(samples))
 
@@ -63,7 +67,7 @@ class Little(Maker):
         return batch
 
     def inputs(self, batch: Batch) -> Inputs:
-        return Inputs((batch["tokens"],))
+        return inputs_of(batch)
 
     def loss(self, output: Any, batch: Batch) -> Any:
         return summed_loss(output, batch)
@@ -88,7 +92,7 @@ def on_ranks(mesh, task, distributed, count, precision) -> Any:
         task, mesh, recipe, precision, lambda named: make_optimizer(recipe.training, named)
     )
     functions = StepFunctions(task.prepare, task.inputs, task.loss, lambda: autocast(precision))
-    batches = [make_batch(task.config, ROWS)] * count
+    batches = [share(make_batch(task.config, ROWS), mesh.layout, mesh.rank)] * count
     recorder = DTensorRecorder()
     track_static(engine, recorder)
     with recorder, recording(recorder, engine):
@@ -165,6 +169,8 @@ CASES: dict[str, tuple[Little, dict[str, Any], int, int, str]] = {
     "shard × pipeline": (LLAMA, hybrid(shard=2, pipeline=2), 4, 4, "bf16"),
     "shard × tensor": (LLAMA, hybrid(shard=2, tensor=2), 4, 2, "bf16"),
     "tensor × pipeline": (LLAMA, hybrid(tensor=2, pipeline=2), 4, 2, "bf16"),
+    "context": (LLAMA, {"strategy": "context"}, 2, 2, "bf16"),
+    "context × tensor": (GPT, hybrid(context=2, tensor=2), 4, 1, "fp32"),
 }
 
 
@@ -208,6 +214,11 @@ def test_what_real_ranks_refuse_a_fake_cluster_refuses_in_the_same_words(ranks):
         with pytest.raises(RecipeError) as fake:
             simulated(LLAMA, distributed, world)
         assert (real.value.kind, real.value.message) == ("RecipeError", str(fake.value))
+
+
+def test_ddp_with_context_ranks_is_refused_with_what_to_simulate_instead():
+    with pytest.raises(MusterError, match=r"context 2 \(DDP\).*strategy=fsdp"):
+        simulated(GPT, {"strategy": "ddp", "context": 2}, 2)
 
 
 def test_deepspeed_is_refused_with_what_to_simulate_instead():

@@ -10,8 +10,8 @@ import torch
 
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
-from muster.plan import strategy
-from muster.plan.strategy import decide, device_bytes, parameter_count
+from muster.planner import strategy
+from muster.planner.strategy import decide, device_bytes, parameter_count
 from parallel.models import GPT, Maker, make_recipe
 
 PARAMETERS = sum(p.numel() for p in Maker(GPT).build_model().parameters())

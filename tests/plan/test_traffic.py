@@ -11,14 +11,14 @@ import pytest
 from muster.models.configs import DecoderConfig
 from muster.parallel.apply import apply
 from muster.parallel.layout import layout_for
-from muster.plan.dtensor_recorder import DTensorRecorder
-from muster.plan.fake_cuda import autocast
-from muster.plan.memory import ZERO_LIVE, Choice
-from muster.plan.shards import stages
-from muster.plan.subject import Subject
-from muster.plan.trace import Trace
-from muster.plan.traffic import Traffic, data_traffic
-from muster.train.optimizer import make_optimizer
+from muster.planner.dtensor_recorder import DTensorRecorder
+from muster.planner.fake_cuda import autocast
+from muster.planner.memory import ZERO_LIVE, Choice
+from muster.planner.shards import stages
+from muster.planner.subject import Subject
+from muster.planner.trace import Trace
+from muster.planner.traffic import Traffic, data_traffic
+from muster.training.optimizer import make_optimizer
 from parallel.models import GPT, LLAMA, LR, Maker, make_batch, make_functions, make_recipe
 
 SCALAR = 8  # bytes: norms and flags are not counted
@@ -68,6 +68,8 @@ CASES: dict[str, tuple[DecoderConfig, dict[str, Any], int, str, int]] = {
     "tensor × ddp": (LLAMA, {"strategy": "tensor", "tensor": 2}, 4, "fp32", 2),
     "tensor × fsdp": (GPT, {"strategy": "hybrid", "tensor": 2}, 4, "bf16", 2),
     "pipeline × fsdp": (LLAMA, {"strategy": "hybrid", "pipeline": 2}, 4, "bf16", 4),
+    "context × fsdp": (LLAMA, {"strategy": "fsdp", "context": 2}, 4, "bf16", 2),
+    "ddp × context": (GPT, {"strategy": "ddp", "context": 2}, 4, "fp32", 2),
     "zero1": (GPT, {"strategy": "zero1"}, 4, "bf16", 3),
     "zero2": (LLAMA, {"strategy": "zero2"}, 2, "bf16", 3),
     "zero3": (GPT, {"strategy": "zero3"}, 4, "bf16", 2),
@@ -92,7 +94,7 @@ def planned(name: str, rank: int = 0) -> Traffic:
 
 
 FULL = ("keeps", "fsdp", "tensor × ddp", "pipeline × fsdp", "zero1", "zero2")
-FULL += ("zero3", "tensor × fsdp", "hsdp")
+FULL += ("zero3", "tensor × fsdp", "hsdp", "context × fsdp", "ddp × context")
 
 
 @pytest.mark.parametrize(

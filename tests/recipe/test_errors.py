@@ -25,7 +25,7 @@ def refusal(*overrides: str) -> str:
         ("trainning=3", "training"),
         ("lr=3", "training.lr"),
         ("training.strategy=ddp", "distributed.strategy"),
-        ("optimizer={lr: 3}", "training.lr"),
+        ("optimiser={lr: 3}", "training.lr"),
         ("data.spec_augment.freq_mask=3", "data.spec_augment.freq_masks"),
         ("training.warmup-steps=3", "training.warmup_steps"),
     ],
@@ -56,9 +56,9 @@ def test_an_unknown_key_like_no_other_points_to_the_list() -> None:
         ("data.lowercase=maybe", "got 'maybe', expected true or false"),
         (
             "training.schedule=cosin",
-            "got 'cosin', expected cosine, linear or constant; nearest is cosine",
+            "got 'cosin', expected cosine, linear, constant or wsd; nearest is cosine",
         ),
-        ("distributed.strategy=fdsp", "pipeline or hybrid; nearest is fsdp"),
+        ("distributed.strategy=fdsp", "context or hybrid; nearest is fsdp"),
         ("training.compile=atuo", "expected true or false or auto; nearest is auto"),
         ("logging.dir=3", "got 3, expected text: put it in quotes"),
         ("seed=-1", "got -1, expected a whole number from 0 to 2147483647"),
@@ -84,7 +84,10 @@ def test_a_name_that_cannot_be_a_folder_is_refused() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["training.epochs=3"], "training: needs either steps or epochs, got both"),
+        (
+            ["training.epochs=3", "training.steps=9"],
+            "training: needs either steps or epochs, got both",
+        ),
         (["~training.steps"], "training: needs either steps or epochs, got neither"),
         (
             ["evaluation.decoder=greedy"],

@@ -310,3 +310,12 @@ def test_an_override_does_not_stay():
 def test_a_file_may_use_the_interpolations_of_hydra(folder):
     write(folder, dated="name: run-${now:%Y}\ntraining: {steps: 5}\n")
     assert load("dated.yaml").name.startswith("run-20")
+
+
+def test_another_optimizer_leaves_out_the_keys_of_the_files():
+    assert load("gpt-micro", ["training.optimizer=adafactor"]).training.optimizer == "adafactor"
+    kept = load("gpt-micro", ["training.optimizer=muon"]).training.betas
+    assert kept == load("gpt-micro").training.betas != load("speech").training.betas
+    typed = ["training.betas=[0.8,0.9]", "training.optimizer=adafactor"]
+    with pytest.raises(RecipeError, match=r"training: betas is set, .* \(~training.betas\)"):
+        load("gpt-micro", typed)

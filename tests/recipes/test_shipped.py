@@ -11,15 +11,17 @@ import torch
 from muster.parallel.mesh import Mesh
 from muster.recipe.load import list_recipes, load
 from muster.tasks import build_task
-from muster.train.evaluate import evaluate
-from muster.train.loop import train
+from muster.training.evaluate import evaluate
+from muster.training.loop import train
 from real import FSDD, WHISPER, needs_speech, needs_whisper
+from speech_encoders import make, write
 from training import make_job, run_training
 
 NEEDED = {  # recipes without data of their own
     "fsdd": ["data.train=embedded:spoken-numbers"],
     "mnist": ["data.train=embedded:digits"],
     "resnet18": ["data.train=embedded:digits"],
+    "wav2vec2": ["data.train=embedded:spoken-numbers"],
     "whisper": ["data.train=embedded:spoken-numbers", f"model.pretrained={WHISPER}"],
 }
 MARKS = {"whisper": needs_whisper}
@@ -28,8 +30,11 @@ MARKS = {"whisper": needs_whisper}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=MARKS.get(name, ())) for name, _ in list_recipes()]
 )
-def test_a_shipped_recipe_builds_its_model_and_finds_its_data(name):
-    task = build_task(load(name, NEEDED.get(name, [])))
+def test_a_shipped_recipe_builds_its_model_and_finds_its_data(name, tmp_path):
+    needed = NEEDED.get(name, [])
+    if name == "wav2vec2":
+        needed = [*needed, f"model.pretrained={write(make('hubert', hidden_size=240), tmp_path)}"]
+    task = build_task(load(name, needed))
     with torch.device("meta"):
         model = task.build_model()
     assert sum(p.numel() for p in model.parameters()) > 100_000

@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from course import COURSE, broken, torchrun
 from muster.cli import app
-from muster.plan.find_recipe import as_recipe
+from muster.planner.find_recipe import as_recipe
 from muster.recipe.load import load
 
 TREE = [

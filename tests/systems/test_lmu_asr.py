@@ -58,7 +58,7 @@ def test_spawned_ranks_are_the_gpus_or_a_few_on_cpus(monkeypatch, gpus, override
 def test_the_learning_rate_follows_the_batch_as_the_guide_says():
     from muster.recipe.batch import settle, solve
     from muster.recipe.load import load
-    from muster.train.optimizer import peak_lr
+    from muster.training.optimizer import peak_lr
 
     config = str(SYSTEM / "configs" / "multi_gpu.yaml")
     assert peak_lr(load(config).training) == 2e-3

@@ -17,7 +17,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.causal_lm import CausalLM
-from muster.train.evaluate import SingleProcess, evaluate
+from muster.training.evaluate import SingleProcess, evaluate
 
 TEXTS = ["The quick brown fox. " * 4, "Zwölf Boxkämpfer", "jagen", "Viktor quer " * 30]
 

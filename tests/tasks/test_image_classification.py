@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
-from muster import runs
+from muster import run_directory
 from muster.errors import DataError, RecipeError
 from muster.models.resnet import MnistNet, ResNet
 from muster.observe.results import read_lines
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.image_classification import ImageClassification
-from muster.train.evaluate import evaluate
-from muster.train.loop import train
+from muster.training.evaluate import evaluate
+from muster.training.loop import train
 from muster.worker.prepare import prepare
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 40, 40, 3), np.uint8)
@@ -189,7 +189,7 @@ SMALL = ["logging.tensorboard=false", "checkpoint.every_steps=null", "training.p
 
 def run(mesh: Any, folder: str, recipe: str, overrides: list[str]) -> tuple[Any, Any]:
     """The lines of metrics.jsonl and the score on the test images."""
-    where = runs.Run(Path(folder))
+    where = run_directory.Run(Path(folder))
     if mesh.first:
         (where.path / "ranks").mkdir(parents=True, exist_ok=True)
     mesh.barrier()

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 from muster.errors import CheckpointError
 from muster.observe.results import complete_steps, read_lines, step_folders
-from muster.train.checkpoint import Checkpoints, open_checkpoint, read_manifest, verify
-from muster.train.loop import train
+from muster.training.checkpoint import Checkpoints, open_checkpoint, read_manifest, verify
+from muster.training.loop import train
 from pool import RankError
 from training import make_job, run_training, weights
 
@@ -170,7 +170,7 @@ def save_on_gpu_1(mesh, folder: str) -> list[tuple[str, str]]:
         patch.setattr("torch.distributed.checkpoint.save", save)
         patch.setattr("torch.distributed.checkpoint.state_dict_saver.save", save)
         plain = StagingOptions(False, False, False, False)  # pinning needs a GPU
-        patch.setattr("muster.train.checkpoint.StagingOptions", lambda **_: plain)
+        patch.setattr("muster.training.checkpoint.StagingOptions", lambda **_: plain)
         checkpoints.save(1, engine, {})
         checkpoints.wait()
     read_manifest(Path(folder) / "step-1")

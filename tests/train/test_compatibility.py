@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from muster.errors import CheckpointError
 from muster.recipe.describe import keys
 from muster.recipe.load import load
-from muster.train.compatibility import refuse_other_data, refuse_other_recipe
+from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
 
@@ -43,6 +44,24 @@ def test_another_maths_is_refused_by_its_key(tmp_path, change):
         refuse_other_recipe(before, load("whisper-micro", [change]).as_dict())
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "words"),
+    [
+        ("layers=3", "layers=2", "model.shape.layers=3, but this recipe has model.shape.layers=2;"),
+        (
+            "layers=3",
+            "width=64",
+            "model.shape.layers=3, but this recipe has model.shape.layers=None;",
+        ),
+        (None, "layers=3", "model.shape=None, but this recipe has model.shape={'layers': 3};"),
+    ],
+)
+def test_another_size_is_refused_by_its_key(tmp_path, was, now, words):
+    before, after = (load("gpt-micro", [f"model.shape.{x}"] if x else []) for x in (was, now))
+    with pytest.raises(CheckpointError, match=re.escape(words)):
+        refuse_other_recipe(saved(tmp_path, before.as_dict()), after.as_dict())
+
+
 def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
     before = saved(tmp_path, {}, DATA | {"shuffle": "groups", "lengths": "abc with groups"})
     with pytest.raises(CheckpointError, match=r"data\.cache_gib; set data\.shuffle=groups"):
@@ -52,13 +71,13 @@ def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
     refuse_other_data(saved(tmp_path, {}, {"samples": 10, "lengths": "abc"}), DATA)
 
 
-FIXED = """task seed model.preset model.pretrained model.vocab_size model.lora model.freeze_encoder
-model.norm data.train data.max_parquet_files data.audio_column data.text_column data.image_column
+FIXED = """task task_options seed model.preset model.pretrained model.config model.trust_remote_code model.shape model.vocab_size model.lora model.freeze_encoder
+model.freeze_feature_encoder model.norm data.train data.max_parquet_files data.audio_column data.text_column data.image_column
 data.label_column data.sequence_length data.isolate_documents data.image_size data.sample_rate
 data.mels data.normalize data.spec_augment data.tokenizer data.lowercase data.unknown_characters
 data.min_seconds data.max_seconds data.window data.buckets data.long_clips data.long_texts
 data.language data.speech_task data.timestamps data.shuffle data.pool_batches
-training.global_batch_size"""
+training.global_batch_size training.optimizer training.momentum"""
 
 
 def test_these_keys_and_no_others_must_stay():

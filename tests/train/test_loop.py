@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from muster.observe.results import read_lines
-from muster.train import loop
-from muster.train.loop import train
-from muster.train.optimizer import learning_rate, make_optimizer
+from muster.training import loop
+from muster.training.loop import train
+from muster.training.optimizer import learning_rate, make_optimizer
 from pool import RankError
 from training import make_job, weights
 

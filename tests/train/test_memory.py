@@ -17,9 +17,9 @@ import torch
 from muster.observe.memory import largest, out_of_memory
 from muster.observe.results import read_lines
 from muster.recipe.batch import BatchSizes
-from muster.train import memory
-from muster.train.job import Job
-from muster.train.loop import train
+from muster.training import memory
+from muster.training.job import Job
+from muster.training.loop import train
 from pool import RankError
 from training import make_job
 

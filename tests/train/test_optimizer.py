@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from muster.recipe.schema import Training
-from muster.train.optimizer import learning_rate, make_optimizer, peak_lr
-from muster.train.precision import LossScale, resolve_precision, shared_precision
+from muster.recipe.training import Training
+from muster.training.optimizer import learning_rate, make_optimizer, peak_lr
+from muster.training.precision import LossScale, resolve_precision, shared_precision
 
 
 def training(**changes: object) -> Training:
@@ -33,6 +33,40 @@ def test_schedules_at_half_time_and_at_the_end(schedule, halfway):
 
 def test_the_schedule_ends_at_its_final_ratio():
     assert learning_rate(training(final_lr_ratio=0.1), 100, 100) == pytest.approx(0.1)
+
+
+def test_wsd_stays_at_the_peak_and_ends_in_a_straight_line():
+    options = training(schedule="wsd", decay_steps=20, final_lr_ratio=0.1)
+    rates = [learning_rate(options, step, 100) for step in range(101)]
+    assert rates[:10] == pytest.approx([(n + 1) / 10 for n in range(10)])
+    assert rates[10:81] == pytest.approx([1.0] * 71)
+    assert rates[90] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+
+
+def test_wsd_decays_in_the_last_tenth_by_default():
+    rates = [learning_rate(training(schedule="wsd"), step, 100) for step in (90, 95, 100)]
+    assert rates == pytest.approx([1.0, 0.5, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decay_steps": 5}, "schedule=cosine has no such part"),
+        ({"schedule": "wsd", "decay_steps": 95}, "train for 105 steps"),
+        ({"momentum": 0.9}, "optimizer=adamw does not use"),
+        ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "betas is set, which optimizer=sgd"),
+        ({"optimizer": "adafactor", "eps": 1e-6}, "eps is set, which optimizer=adafactor"),
+    ],
+)
+def test_keys_without_effect_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        training(**changes)
+
+
+def test_a_saved_recipe_of_any_optimizer_is_accepted_again():
+    for name in ("adamw", "sgd", "adafactor", "muon", "adamw-8bit"):
+        assert Training.model_validate(training(optimizer=name).model_dump()).optimizer == name
 
 
 @pytest.mark.parametrize(

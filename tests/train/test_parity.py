@@ -77,7 +77,7 @@ def test_any_world_size_gives_the_losses_and_gradient_norms_of_one_process(
 
 def broken_normalisation(mesh, folder: str, overrides: list[str]) -> list[dict[str, Any]]:
     """Each rank divides by its own units instead of the global batch's: the usual mistake."""
-    from muster.train import loop
+    from muster.training import loop
 
     right = loop._accumulate
 

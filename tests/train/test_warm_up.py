@@ -16,9 +16,10 @@ from muster.observe.results import read_lines
 from muster.parallel import compilation
 from muster.parallel.layout import Layout
 from muster.recipe.load import load
-from muster.train import warm_up
-from muster.train.loop import train
+from muster.training import warm_up
+from muster.training.loop import train
 from muster.worker import prepare
+from muster.workloads import workload
 from pool import RankError
 from training import make_job
 
@@ -68,9 +69,9 @@ def test_a_resumed_run_chooses_as_its_first_start_did(earlier):
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), world=2)
     for steps in (100, 1000):
         recipe = load("gpt2", [f"training.steps={steps}"])
-        assert prepare._choose_compilation(recipe, 10, mesh, earlier) == earlier
+        assert prepare._choose_compilation(recipe, 10, mesh, earlier, compiles=True) == earlier
     recipe = load("gpt2", ["training.compile=false"])
-    assert not prepare._choose_compilation(recipe, 10, mesh, earlier).used
+    assert not prepare._choose_compilation(recipe, 10, mesh, earlier, compiles=True).used
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,10 @@ def test_graphs_that_one_gpu_took_are_not_taken_by_several():
     recipe: Any = load("gpt2", [])
     mesh = SimpleNamespace(world=2, layout=Layout(replicate=2))
     job: Any = SimpleNamespace(
-        recipe=recipe, mesh=mesh, choices={"cuda_graphs": AutoChoice(True, "faster")}
+        recipe=recipe,
+        mesh=mesh,
+        task=SimpleNamespace(facts=workload("causal-lm")),
+        choices={"cuda_graphs": AutoChoice(True, "faster")},
     )
     engine: Any = SimpleNamespace(graphs=None)
     warm_up._choose_graphs(job, engine)
@@ -129,6 +133,7 @@ def test_only_what_auto_was_free_to_choose_is_kept(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.serial
 def test_graphs_are_taken_where_kernels_wait_for_the_host(ranks, tmp_path):
     """A micro model's do; a wider one's keep the GPU busy."""
     words = ["training.steps=4", "training.global_batch_size=8"]

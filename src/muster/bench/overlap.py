@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from muster import runs
+from muster import run_directory
 from muster.bench import results
 from muster.bench.files import Document
 from muster.data.loader import Batch
 from muster.errors import LaunchError
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
-from muster.plan.dtensor_recorder import DTensorRecorder
-from muster.plan.messages import Message
+from muster.planner.dtensor_recorder import DTensorRecorder
+from muster.planner.messages import Message
 from muster.probes.collectives import gather_into, scatter_sum
 from muster.probes.repeats import times
 from muster.recipe.load import load
-from muster.train.job import Job
+from muster.training.job import Job
 from muster.worker.prepare import open_task, prepare
 
 WARM_UP, LEAST, MOST = 2, 5, 200  # calls, and rounds that count
@@ -101,7 +101,7 @@ def measure(
 def _job(mesh: Mesh, recipe: str, overrides: list[str], folder: Path) -> Job:
     loaded = load(recipe, overrides)
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    job = prepare(loaded, mesh, runs.Run(folder), open_task(loaded))
+    job = prepare(loaded, mesh, run_directory.Run(folder), open_task(loaded))
     job.observer.close()
     for part in job.engine.parts:
         part.train()

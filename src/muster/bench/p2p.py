@@ -13,9 +13,9 @@ import torch
 from muster.bench.files import Document
 from muster.bench.results import head
 from muster.bench.timing import ENOUGH, LEAST, WARM_UP
-from muster.check import links
-from muster.check.context import RankReport, own_address
-from muster.check.findings import RankNames
+from muster.checks import links
+from muster.checks.context import RankReport, own_address
+from muster.checks.findings import RankNames
 from muster.errors import LaunchError
 from muster.hardware import inventory
 from muster.launch import cluster

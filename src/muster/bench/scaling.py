@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from muster import runs
+from muster import run_directory
 from muster.bench import results
 from muster.bench.files import Document
 from muster.errors import LaunchError, MusterError
@@ -143,14 +143,16 @@ def _point(recipe: Recipe, ranks: int, most: int) -> Document:
     return row
 
 
-def _train(recipe: Recipe, ranks: int, most: int) -> runs.Run:
-    run = runs.create(Path(recipe.logging.dir), recipe.name, {"recipe.yaml": to_yaml(recipe)})
+def _train(recipe: Recipe, ranks: int, most: int) -> run_directory.Run:
+    run = run_directory.create(
+        Path(recipe.logging.dir), recipe.name, {"recipe.yaml": to_yaml(recipe)}
+    )
     with _cores(ranks, most):
         process = local.start(run, ranks)
     try:
         code = process.wait()
     except BaseException:
-        runs.stop(run, 5.0, now=True)
+        run_directory.stop(run, 5.0, now=True)
         raise
     if code or not run.results():
         failure = run.info().get("failure") or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from muster.cli.common import (
     RehearseOption,
     begin_rehearsal,
     console,
+    working,
 )
 from muster.errors import MusterError
 
@@ -53,6 +55,14 @@ def check(
         bool,
         typer.Option("--parity", help="Train a small model under every strategy and compare."),
     ] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE[:CLASS]",
+            help="With --parity: a task of your own, also as package.module:CLASS.",
+            show_default=False,
+        ),
+    ] = None,
     strategy: Annotated[
         str | None,
         typer.Option(
@@ -69,53 +79,91 @@ def check(
 
         return show_environment(gpus, nodes or 1, strategy or "auto", export, master_addr)
     if parity:
-        return _parity(recipe or "gpt-micro", gpus, strategy)
+        return _parity(recipe, task, overrides or [], gpus, strategy)
+    if task:
+        raise MusterError("--task goes with --parity")
     if strategy:
         raise MusterError("--strategy goes with --parity or --environment")
-    if overrides and not recipe:
-        raise MusterError(f"{overrides[0]}: key=value changes a recipe; name it with --recipe")
 
+    from muster.api.check import run_checks
     from muster.launch import cluster
 
     node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
-    if recipe:
-        from muster.recipe.load import load
+    report = run_checks(recipe, overrides or [], gpus, timeout, node)
 
-        load(recipe, overrides or [])  # a bad name is refused before any process starts
-
-    from muster.check.context import Options
-    from muster.check.report import show
-    from muster.check.run import check as run_check
+    from muster.checks.report import show
     from muster.launch.join import is_rank
     from muster.launch.process import exit_without_cleanup
 
-    report = run_check(Options(timeout, recipe, overrides or []), gpus, node)
     code = show(report, as_json, console) if report else 0
     if is_rank():
         exit_without_cleanup(code)
     raise typer.Exit(code)
 
 
-def _parity(recipe: str, gpus: int | None, strategy: str | None) -> None:
+def _parity(
+    recipe: str | None,
+    task: str | None,
+    overrides: list[str],
+    gpus: int | None,
+    strategy: str | None,
+) -> None:
+    import tempfile
+
     from rich.table import Table
 
     if gpus == 1:
         raise MusterError("--parity compares ranks with one process; --gpus must be 2 or more")
-    from muster.check.parity_run import run_parity
+    from muster.checks.parity_run import recipe_for, run_parity
 
+    if recipe is None and overrides and "=" not in overrides[0]:
+        recipe, *overrides = overrides
+    with tempfile.TemporaryDirectory() as folder:
+        if task:
+            task = _with_class(task)
+            changes = [f"task={task}"] if recipe else []
+            recipe = recipe or recipe_for(task, Path(folder))
+            overrides = [*changes, *overrides]
+        with working("training under every strategy"):
+            lines = run_parity(recipe or "gpt-micro", gpus, strategy, overrides)
     table = Table("strategy", "ranks", "loss", "gradient norm", "weights", "")
     sound, notes = True, []
-    for line in run_parity(recipe, gpus, strategy):
+    left_out: dict[str, list[str]] = {}
+    for line in lines:
         if "left_out" in line:
-            notes.append(f"{line['strategy']} left out: {line['left_out']}")
+            left_out.setdefault(line["left_out"], []).append(line["strategy"])
+            continue
+        if "failed" in line:
+            sound = False
+            table.add_row(line["strategy"], str(line["ranks"]), "", "", "", "[red]failed")
+            notes.append(f"{line['strategy']} failed: {line['failed']}")
             continue
         sound &= line["agrees"]
         figures = [f"{line[key]:.1e}" for key in ("loss", "norm", "weights")]
         verdict = "[green]agrees" if line["agrees"] else "[red]differs"
+        if "cause" in line:
+            notes.append(f"{line['strategy']} differs: {line['cause']}")
         table.add_row(line["strategy"], str(line["ranks"]), *figures, verdict)
     console.print(table)
     console.print("largest relative difference from one process over 5 steps in float32")
+    notes += [f"left out: {'; '.join(names)}: {why}" for why, names in left_out.items()]
     for note in notes:
-        console.print(f"[dim]{note}[/]", soft_wrap=True)
+        console.print(note, style="dim", markup=False, soft_wrap=True)
     if not sound:
         raise typer.Exit(1)
+
+
+def _with_class(task: str) -> str:
+    """FILE, FILE:CLASS or package.module:CLASS; the only class of a file need not be named."""
+    from muster.recipe.own_task import parse
+
+    own = parse(task)
+    if own is None and task.endswith(".py"):
+        from muster.tasks.own import only_class
+
+        return f"{Path(task).absolute()}:{only_class(Path(task))}"
+    if own is None:
+        raise MusterError(
+            f"--task: got {task!r}, expected FILE.py, FILE.py:CLASS or package.module:CLASS"
+        )
+    return f"{Path(own.place).absolute()}:{own.name}" if own.is_file else task

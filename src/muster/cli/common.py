@@ -15,11 +15,11 @@ import typer
 from rich.console import Console
 
 from muster.data.corpus import Split
-from muster.errors import LaunchError, RecipeError
+from muster.errors import LaunchError
 
 if TYPE_CHECKING:
-    from muster.recipe.schema import Recipe
-    from muster.runs import Run
+    from muster import run_directory
+    from muster.api.run import Run
 
 console = Console(highlight=False)
 PATIENCE_S = 3.0  # of someone who sees nothing
@@ -85,34 +85,6 @@ def working(words: str) -> Iterator[Callable[[int, int], None]]:
         late.cancel()
 
 
-def load_recipe(recipe: str, changes: list[str] | None) -> Recipe:
-    """The recipe, saying once which older key names it used."""
-    from muster.recipe.load import read
-
-    try:
-        loaded = read(recipe, changes or [])
-    except RecipeError:
-        if words := _of_a_model(recipe):
-            raise RecipeError(words) from None
-        raise
-    for old, new in loaded.renamed.items():
-        console.print(f"[dim]{old} is read as {new}[/]")
-    return loaded.recipe
-
-
-def _of_a_model(name: str) -> str | None:
-    """How to train what is a model and no recipe; `muster plan` takes both."""
-    from muster.plan.find_recipe import as_recipe
-
-    recipe, needed = as_recipe(name)
-    if recipe == name:
-        return None
-    return (
-        f"{name}: a model, not a recipe; train it by the recipe {recipe}: "
-        f"{program()} train {' '.join([recipe, *needed])}"
-    )
-
-
 def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:
     """The number of ranks by --rehearse, which excludes --gpus."""
     from muster.hardware import inventory, rehearsal
@@ -132,7 +104,7 @@ def program() -> str:
     return os.path.relpath(called) if called.name == "muster" else "python -m muster"
 
 
-def shown(run: Run) -> str:
+def shown(run: run_directory.Run | Run) -> str:
     """The run's folder as one would type it here."""
     try:
         return str(run.path.resolve().relative_to(Path.cwd()))

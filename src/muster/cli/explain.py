@@ -38,7 +38,7 @@ def explain(
 
 
 def _read(log: str, root: Path) -> Report:
-    from muster import runs
+    from muster import run_directory
     from muster.diagnose.explain import explain_file, explain_run, explain_stream
 
     if log == "-":
@@ -46,7 +46,7 @@ def _read(log: str, root: Path) -> Report:
     if Path(log).is_file():
         return explain_file(Path(log))
     try:
-        return explain_run(runs.find(log, root).path)
+        return explain_run(run_directory.find(log, root).path)
     except MusterError as error:
         raise MusterError(f"{log}: no log file of that name, and {error}") from None
 

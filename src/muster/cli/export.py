@@ -29,7 +29,7 @@ def export(
     ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
-    """A language model or a Whisper as a Hugging Face folder."""
+    """A language model, a Whisper or a pretrained speech encoder as a Hugging Face folder."""
     path = checkpoint_path(checkpoint, dir)
     from muster.inference.export import export_checkpoint
 

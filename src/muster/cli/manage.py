@@ -9,17 +9,16 @@ import typer
 from rich.table import Table
 
 from muster.cli.common import DirOption, RunArgument, console, program, shown
-from muster.errors import MusterError
 
 if TYPE_CHECKING:
     from muster.observe.console import Tail
-    from muster.runs import Run
+    from muster.run_directory import Run
 
 
 def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None) -> None:
     """Show the run until it ends, with every rank of it if asked to; leave with its exit code. `events`
     are those to show, all by default."""
-    from muster import runs
+    from muster import run_directory
     from muster.launch.slurm import Follower
     from muster.observe.console import follow, results_table
     from muster.observe.failure import failure_panel
@@ -47,7 +46,7 @@ def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None)
         if results["checkpoint"]:
             _suggest(run, state)
     if state == "stopped" and run.signalled():
-        raise typer.Exit(runs.SIGNALLED)
+        raise typer.Exit(run_directory.SIGNALLED)
     raise typer.Exit(info.get("exit_code") or (0 if state in ("finished", "stopped") else 1))
 
 
@@ -58,6 +57,7 @@ def _suggest(run: Run, state: str) -> None:
     recipe = from_resolved(run.path / "recipe.yaml")
     again = f"{muster} train {name}/recipe.yaml --gpus 2"
     hear = (f"{muster} transcribe {name} FILE.wav", "transcribe a recording of yours")
+    own = [(f"{muster} eval {name}", "its scores again"), (again, "the same recipe on two ranks")]
     commands = {
         "speech-ctc": [
             hear,
@@ -80,7 +80,7 @@ def _suggest(run: Run, state: str) -> None:
             (f"{muster} eval {name}", "which images does it mistake?"),
             (again, "the same recipe on two ranks"),
         ],
-    }[recipe.task]
+    }.get(recipe.task, own)
     if state == "stopped":
         commands[0] = (f"{muster} train {name}", "go on from where it stopped")
     console.print("[bold]next:[/]")
@@ -90,28 +90,28 @@ def _suggest(run: Run, state: str) -> None:
 
 def watch(run: RunArgument = "latest", dir: DirOption = Path("runs")) -> None:
     """Follow a run, its log and how each rank fares; Ctrl-C leaves it running."""
-    from muster import runs
+    from muster import run_directory
 
-    show_until_end(runs.find(run, dir), ranks=True)
+    show_until_end(run_directory.find(run, dir), ranks=True)
 
 
 def list_runs(dir: DirOption = Path("runs")) -> None:
     """All runs, newest first."""
     import time
 
-    from muster import runs
+    from muster.api.run import runs
 
-    found = runs.every(dir)
+    found = runs(dir)
     if not found:
         console.print(f"no runs in {dir}; start one: {program()} train")
         return
     table = Table("run", "state", "age", "ranks", "step", "loss")
     for run in found:
-        info, last = run.info(), run.last_metrics()
+        info, last = run.info, run.last
         loss = last.get("loss")
         table.add_row(
             run.name,
-            run.state(),
+            run.state,
             _age(time.time() - info.get("created", 0)),
             f"{info.get('ranks', '')}{' (rehearsal)' if info.get('rehearsal') else ''}",
             str(last.get("step", "")),
@@ -139,44 +139,28 @@ def stop(
     ] = False,
 ) -> None:
     """Ask a run to save a checkpoint at its next step and end; end its processes if it does not."""
-    from muster import runs
+    from muster.api.run import Run
 
-    found = runs.find(run, dir)
-    if found.state() not in runs.ALIVE:
-        go_on = f"; go on: {program()} train {shown(found)}" if found.state() != "finished" else ""
-        raise MusterError(f"{found.name} is not running: it is {found.state()}{go_on}")
-    if found.state() == "queued":
-        _cancel(found)
+    found = Run(run, dir)
+    how = found.stop(now=now, wait=wait)
+    if how == "cancelled":
+        console.print(f"{found.name} {found.state} before it began")
         return
-    how = runs.stop(found, wait, now=now)
     forced = {
         "asked": "",
         "terminated": ", after SIGTERM to its processes",
         "killed": ", its processes killed: they answered neither a request nor SIGTERM",
     }
-    state = found.state()
-    console.print(f"{found.name} {state}{forced[how]}; {_steps_kept(found)}", soft_wrap=True)
+    state = found.state
+    console.print(f"{found.name} {state}{forced[how]}; {_steps_kept(found.path)}", soft_wrap=True)
     if state != "finished":
         console.print(f"go on: {program()} train {shown(found)}", soft_wrap=True)
 
 
-def _cancel(run: Run) -> None:
-    """It waits at a scheduler, where no process of it can be asked."""
-    from muster.launch import slurm
-
-    if not run.info().get("slurm_job"):
-        raise MusterError(
-            f"{run.name} waits at a scheduler; take it back there "
-            f"(kubectl delete -f {shown(run)}/kubernetes.yaml)"
-        )
-    slurm.cancel(run)
-    console.print(f"{run.name} {run.state()} before it began")
-
-
-def _steps_kept(run: Run) -> str:
+def _steps_kept(run: Path) -> str:
     from muster.observe.results import complete_steps
 
-    steps = complete_steps(run.path)
+    steps = complete_steps(run)
     return f"saved up to step {max(steps)}" if steps else "nothing was saved"
 
 
@@ -186,9 +170,9 @@ def clean(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove runs that have ended, after listing them. Running ones stay."""
-    from muster import runs
+    from muster import run_directory
 
-    gone = runs.clean(dir, keep)
+    gone = run_directory.clean(dir, keep)
     if not gone:
         console.print(f"nothing to remove in {dir}")
         return
@@ -197,5 +181,5 @@ def clean(
     if not yes and not typer.confirm(f"remove these {len(gone)} runs and their checkpoints?"):
         raise typer.Exit(1)
     for run in gone:
-        runs.remove(run)
+        run_directory.remove(run)
     console.print(f"removed {len(gone)} runs")

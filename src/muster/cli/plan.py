@@ -5,24 +5,22 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from muster.api.plan import make_plan
 from muster.cli.common import Overrides, console, program, working
-from muster.errors import MemoryLimitError, RecipeError
-from muster.plan.collector import collector_paused
+from muster.errors import RecipeError
+from muster.planner.collector import collector_paused
 
 MOST_PER_NODE = 16  # that is suggested
 SIMULATED = 2  # micro-batches: the second one accumulates into gradients
 
 if TYPE_CHECKING:
-    from muster.hardware.catalogue import Accelerator
-    from muster.plan.planner import Plan, Planner
-    from muster.plan.search import SearchResult
-    from muster.recipe.schema import Recipe
+    from muster.planner.planner import Planner
+    from muster.planner.search import SearchResult
 
 
 @collector_paused()
@@ -90,43 +88,22 @@ def plan(
         raise RecipeError(
             f"RECIPE: name a recipe or a model: {program()} plan gpt2 --gpus 8 --gpu h100"
         )
-    from muster.plan.find_recipe import find_recipe
-
-    device, count = _devices(gpu, gpus, network)
-    size = _per_node(device, count, per_node)
     changes = list(overrides or [])
-    resolved = find_recipe(recipe, changes)
-    if scaled := _scaled_by(resolved, count, size):
-        changes += scaled
-        resolved = find_recipe(recipe, changes)
-    precision = _precision(resolved.training.precision, device)
-
     atexit.register(gc.freeze)  # else Python looks through all of torch's objects as it ends
-    with working("searching strategies"):
-        from muster.cli import plan_table  # torch, from here on: mistakes are found before
-        from muster.plan import report
-        from muster.plan.open_subject import open_subject
-        from muster.plan.planner import Planner
-        from muster.plan.recordings import Recordings
-        from muster.plan.search import search
-        from muster.plan.time import Cluster
+    planned = make_plan(
+        recipe,
+        changes,
+        gpus=gpus,
+        gpu=gpu,
+        per_node=per_node,
+        network=network,
+        simulate=simulate,
+        working=working,
+    )
+    from muster.cli import plan_table
+    from muster.planner import report
 
-        subject, cluster = open_subject(resolved), Cluster(device, count, size)
-        planner = Planner(
-            subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
-        )
-        found = search(planner)
-    if found.best is None:
-        with working("nothing fits; searching for what would"):
-            words = report.remedies(planner, found)
-        raise MemoryLimitError(
-            f"{recipe} on {count} × {device.title}: nothing fits: " + "; ".join(words)
-        )
-    document = report.as_dict(planner, found, recipe)
-    if simulate:
-        settings = report.settings(found.best)
-        again = open_subject(find_recipe(recipe, [*changes, *settings]))
-        document["simulation"] = _simulate(again, found.best, planner)
+    planner, found, document = planned.planner, planned.found, planned.document
     if plot:
         with working("planning for other numbers of GPUs"):
             document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
@@ -136,25 +113,12 @@ def plan(
     plan_table.show(planner, found, recipe, changes, top)
     if explain:
         console.print("\n[bold]The arithmetic[/]")
-        for line in report.arithmetic(planner, found.best):
+        for line in report.arithmetic(planner, planned.best):
             console.print(f"  {line}", soft_wrap=True)
     if simulate:
-        plan_table.show_simulation(document["simulation"], found.best)
+        plan_table.show_simulation(document["simulation"], planned.best)
     for path in document.get("plots", []):
         console.print(f"drawn: {path}")
-
-
-def _scaled_by(recipe: Recipe, world: int, per_node: int) -> list[str]:
-    """What `training.scale_with_ranks` makes of the recipe at a first start there, as overrides."""
-    if recipe.training.scale_with_ranks == "none":
-        return []
-    from muster.parallel.layout import layout_for
-    from muster.recipe.batch import settle
-
-    layout = layout_for(recipe.distributed, world, local_world=per_node)
-    settled = settle(recipe, layout.data_ranks)
-    before, after = recipe.training.model_dump(), settled.training.model_dump()
-    return [f"training.{key}={value}" for key, value in after.items() if value != before[key]]
 
 
 def _list() -> None:
@@ -180,73 +144,9 @@ def _list() -> None:
     console.print(table)
 
 
-def _devices(gpu: str | None, gpus: int | None, network: float | None) -> tuple[Accelerator, int]:
-    """As given by the options, else this machine's."""
-    import dataclasses
-
-    from muster.hardware import catalogue, inventory
-
-    if gpu is not None and gpu.lower() == "cpu":  # its ranks share one host
-        count = gpus or 1
-        device = dataclasses.replace(catalogue.own(catalogue.cpu(count)), per_node=count)
-    elif gpu is not None:
-        device = catalogue.own(catalogue.find(gpu))
-        count = gpus or device.per_node
-    else:
-        here = inventory.detect()
-        if not here.gpus:
-            raise RecipeError(
-                "--gpu: this machine has none, so name one to plan for: --gpu h100 --gpus 8; "
-                f"`{program()} plan {sys.argv[2] if len(sys.argv) > 2 else 'RECIPE'} --gpu list` names all"
-            )
-        first = here.gpus[0]
-        known = catalogue.recognise(first.name, first.memory_gib)
-        if known is None:
-            raise RecipeError(
-                f"--gpu: {first.name} is not in the catalogue; measure it with `{program()} bench device`, "
-                "or name a similar one"
-            )
-        device, count = catalogue.own(known), gpus or len(here.gpus)
-    if network is not None:
-        device = dataclasses.replace(
-            device,
-            network_gb_per_s=network,
-            measured={k: v for k, v in device.measured.items() if k != "network_gb_per_s"},
-        )
-    return device, count
-
-
-def _per_node(device: Accelerator, count: int, per_node: int | None) -> int:
-    size = per_node or device.per_node
-    if count > size and count % size:
-        from muster.recipe.describe import either
-
-        below = count - count % size
-        fitting = [str(n) for n in range(min(count, MOST_PER_NODE), 1, -1) if count % n == 0]
-        other = f", or say how many each machine has: --per-node {either(fitting)}"
-        raise RecipeError(
-            f"--gpus: {count} are not a whole number of machines of {size}; use {below} or "
-            f"{below + size}{other if fitting else ''}"
-        )
-    return size
-
-
-def _precision(asked: str, device: Accelerator) -> str:
-    if asked == "auto":
-        return "bf16" if "bf16" in device.matrix_tflops and device.name != "cpu" else "fp32"
-    if asked == "fp8" and device.float8:
-        return "bf16"  # the precision of everything else
-    if asked not in device.matrix_tflops:
-        raise RecipeError(
-            f"training.precision: {device.title} has no {asked}; use "
-            f"{' or '.join(device.matrix_tflops)}"
-        )
-    return asked
-
-
 def _plot(path: Path, planner: Planner, found: SearchResult, recipe: str) -> list[Path]:
-    from muster.plan.memory import GIB, PARTS
-    from muster.plan.picture import draw_memory, draw_scaling
+    from muster.planner.memory import GIB, PARTS
+    from muster.planner.picture import draw_memory, draw_scaling
 
     best = found.best
     assert best is not None
@@ -272,8 +172,8 @@ def _plot(path: Path, planner: Planner, found: SearchResult, recipe: str) -> lis
 
 def _scaling(planner: Planner) -> list[tuple[int, float]]:
     """The best plan's throughput on 1, 2, 4, … devices, up to twice the given number."""
-    from muster.plan.search import search
-    from muster.plan.time import Cluster
+    from muster.planner.search import search
+    from muster.planner.time import Cluster
 
     points, world = [], 1
     most = min(2 * planner.cluster.world, planner.subject.recipe.training.global_batch_size)
@@ -284,25 +184,3 @@ def _scaling(planner: Planner) -> list[tuple[int, float]]:
             points.append((world, found.best.samples_per_s))
         world *= 2
     return points
-
-
-def _simulate(subject: Any, best: Plan, planner: Planner) -> list[dict[str, Any]]:
-    from muster.plan.simulate import simulate_all
-
-    choice = best.choice
-    few = min(choice.accumulation, SIMULATED)
-    with working("simulating on a fake cluster"):
-        found = simulate_all(
-            subject,
-            choice.layout,
-            recipe=subject.recipe,
-            precision=planner.precision,
-            rows=choice.rows,
-            microbatches=choice.microbatches,
-            accumulation=few,
-        )
-    results = [result.as_dict() for result in found]
-    if few < choice.accumulation:
-        note = f"run and counted: {few} of a step's {choice.accumulation} micro-batches, which are equal"
-        results[0]["notes"] = [*results[0]["notes"], note]
-    return results

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from muster.cli.common import console, program
 
 if TYPE_CHECKING:
-    from muster.plan.planner import Plan, Planner
-    from muster.plan.search import SearchResult
+    from muster.planner.planner import Plan, Planner
+    from muster.planner.search import SearchResult
 
 
 def show(
@@ -17,8 +17,8 @@ def show(
 ) -> None:
     from rich.table import Table
 
-    from muster.plan import report
-    from muster.plan.memory import GIB
+    from muster.planner import report
+    from muster.planner.memory import GIB
 
     best, cluster = found.best, planner.cluster
     assert best is not None
@@ -63,8 +63,8 @@ def _count(number: int) -> str:
 
 def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str:
     """The command that follows the plan; to be run on every node."""
-    from muster.plan import report
-    from muster.plan.find_recipe import as_recipe
+    from muster.planner import report
+    from muster.planner.find_recipe import as_recipe
 
     name, needed = as_recipe(recipe)
     where = [f"--gpus {min(cluster.world, cluster.per_node)}"]
@@ -76,7 +76,7 @@ def _command(recipe: str, overrides: list[str], best: Plan, cluster: Any) -> str
 
 
 def _how(plan: Plan) -> str:
-    from muster.plan.planner import choice_summary
+    from muster.planner.planner import choice_summary
 
     return choice_summary(plan.choice).removeprefix("micro-batch ")
 
@@ -85,7 +85,7 @@ def _parts(plan: Plan, planner: Planner) -> Any:
     """Memory and time by part."""
     from rich.table import Table
 
-    from muster.plan.memory import GIB
+    from muster.planner.memory import GIB
 
     table = Table("memory of the largest rank", "GiB", "a step", "s")
     memory = [(k, f"{v / GIB:.2f}") for k, v in plan.memory.parts.items() if v]
@@ -103,7 +103,7 @@ def _parts(plan: Plan, planner: Planner) -> Any:
 def show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
     from rich.table import Table
 
-    from muster.plan.memory import GIB
+    from muster.planner.memory import GIB
 
     console.print("\n[bold]On a fake cluster[/]: the program, built and run for one step")
     table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB sent")

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from muster.cli.common import Overrides, console, load_recipe
+from muster.api.train import read_recipe
+from muster.cli.common import Overrides, console
 
 app = typer.Typer(no_args_is_help=True, help="Recipes: the settings of a run.")
 
@@ -30,7 +31,7 @@ def recipe_show(
     """A recipe in full: every key, its value and its meaning."""
     from muster.recipe.describe import describe
 
-    print(describe(load_recipe(recipe, list(overrides or []))))
+    print(describe(read_recipe(recipe, list(overrides or []), console)))
 
 
 @app.command("schema")

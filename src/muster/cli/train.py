@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from muster.api.train import Started, rank_count, resolve, start, strategy_changes
 from muster.cli.common import (
     AddressOption,
     NodeRankOption,
@@ -18,21 +19,19 @@ from muster.cli.common import (
     RehearseOption,
     begin_rehearsal,
     console,
-    load_recipe,
     program,
     shown,
 )
 from muster.cli.manage import show_until_end
-from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
+from muster.entrypoints.open_run import (
+    open_run,
+    settle_task,
+)
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
     from muster.hardware.inventory import Inventory
-    from muster.launch.cluster import Node, RankInfo
-    from muster.launch.standby import Standby
-    from muster.observe.console import Tail
-    from muster.recipe.schema import Recipe
-    from muster.runs import Run
+    from muster.launch.cluster import RankInfo
 
 
 def train(
@@ -96,11 +95,10 @@ def train(
 ) -> None:
     """Train. The run lives on its own: Ctrl-C or a closed terminal leaves it running."""
     from muster.launch import cluster
-    from muster.launch.standby import Standby
 
     changes = list(overrides or [])
     if strategy:
-        changes += _strategy(strategy, changes)
+        changes += strategy_changes(strategy, changes)
     if deepspeed_config:
         changes += _deepspeed(deepspeed_config, given=changes)
     if profile and not any(word.startswith("logging.profile=") for word in changes):
@@ -109,35 +107,28 @@ def train(
     if rehearse:
         _check_rehearsal(rehearse, on, rank_info)
         begin_rehearsal(rehearse, gpus)
-    if on == "local" and rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
+    if on != "local":
+        return _submit(on, recipe, changes, gpus, run_name, nodes or 1, detach)
+    if rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
         flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
         given = [name for name, value in flags.items() if value]
         return _as_rank(recipe, changes, rank_info, run_name, given)
-    standby = Standby() if on == "local" else None  # the first thing: it takes seconds
-    from muster.hardware import inventory
-    from muster.launch import addresses, local
-    from muster.observe.console import events_to_come
-
-    node = cluster.Node()
-    if on == "local":
-        node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
-    existing = existing_run(recipe, runs_elsewhere=node.rank > 0)
-    resolved = load_recipe(str(existing.path / "recipe.yaml") if existing else recipe, changes)
-    found = inventory.detect()
-    ranks = rehearse or _ranks(resolved, gpus, found, elsewhere=on != "local")
-    if on != "local":
-        return _submit(on, resolved, existing, run_name, nodes or 1, ranks, detach)
-    check_before_launch(resolved, ranks * node.nodes, ranks)
-    addresses.check(node)
-    if node.rank > 0:
-        return _join(node, resolved, ranks, standby)
-    run, claim, _ = open_run(resolved, ranks * node.nodes, ranks, existing, run_name, console)
-    events = events_to_come(run.path)
-    with claim:  # the supervisor holds it too, from its start to its end
-        run.begin()
-        local.start(run, ranks, node, claim, standby)
-    console.print(f"run [bold]{run.name}[/] on {_devices(found, ranks)}")
-    _follow(run, node, detach, events)
+    started = start(
+        recipe,
+        changes,
+        gpus=gpus,
+        rehearse=rehearse,
+        name=run_name,
+        nodes=nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        console=console,
+    )
+    if started.node.rank > 0:
+        return _follow_node(started)
+    console.print(f"run [bold]{started.run.name}[/] on {_devices(started.found, started.ranks)}")
+    _follow(started, detach)
 
 
 def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
@@ -150,9 +141,10 @@ def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
         )
 
 
-def _follow(run: Run, node: Node, detach: bool, events: Tail) -> None:
+def _follow(started: Started, detach: bool) -> None:
     from muster.launch import local
 
+    run, node = started.run, started.node
     if node.nodes > 1:
         console.print(
             f"node 0 of {node.nodes}; the others: --nodes {node.nodes} --node-rank 1 … "
@@ -163,7 +155,7 @@ def _follow(run: Run, node: Node, detach: bool, events: Tail) -> None:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
     local.stop_on_signal(run)  # as a container's first process, this is the one that is told to go
-    show_until_end(run, events=events)
+    show_until_end(run, events=started.events)
 
 
 def _as_rank(
@@ -180,17 +172,13 @@ def _as_rank(
     train_here(recipe, changes, run_name=run_name)
 
 
-def _join(node: Node, recipe: Recipe, ranks: int, standby: Standby | None) -> None:
-    """Not node 0: its run is this node's too."""
-    from muster import runs
+def _follow_node(started: Started) -> None:
+    """Not node 0, which shows the run."""
+    from muster import run_directory
     from muster.launch import local
     from muster.observe.failure import failure_panel
 
-    console.print(
-        f"node {node.rank} of {node.nodes}: looking for node 0 at {node.address}:{node.port}"
-    )
-    run = local.join_run(node, recipe)
-    process = local.start(run, ranks, node, standby=standby)
+    run, node, process = started.run, started.node, started.supervisor
     console.print(f"run [bold]{run.name}[/], log: {shown(run)}/{local.log_name(node)}")
     local.stop_on_signal(run)
     try:
@@ -203,27 +191,31 @@ def _join(node: Node, recipe: Recipe, ranks: int, standby: Standby | None) -> No
     if code and found:
         console.print(failure_panel(found, shown(run)))
     stopped = run.state() == "stopped" and run.signalled()
-    raise typer.Exit(code or (runs.SIGNALLED if stopped else 0))
+    raise typer.Exit(code or (run_directory.SIGNALLED if stopped else 0))
 
 
 def _submit(
     on: str,
-    recipe: Recipe,
-    existing: Run | None,
+    source: str,
+    changes: list[str],
+    asked: str | None,
     name: str | None,
     nodes: int,
-    ranks: int,
     detach: bool,
 ) -> None:
     """Hand the run over to a scheduler. Ranks are GPUs there, unless the recipe asks for gloo."""
+    from muster.hardware import inventory
     from muster.launch import kubernetes, slurm
     from muster.launch.job import ClusterJob
     from muster.observe.console import events_to_come
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
+    existing, recipe = resolve(source, changes, console=console)
+    ranks = rank_count(recipe, asked, inventory.detect(), elsewhere=True)
     layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
     solve(recipe.training, layout.data_ranks)
+    recipe = settle_task(recipe)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
     shown_on = console if on == "slurm" else None
@@ -244,15 +236,6 @@ def _submit(
     show_until_end(run, events=events)
 
 
-def _strategy(name: str, given: list[str]) -> list[str]:
-    """The strategy; sizes and files of another one, left in a recipe or a run, do not hold it up."""
-    from muster.parallel.layout import unused_keys
-
-    told = {word.partition("=")[0] for word in given}
-    others = [f"{key}={value}" for key, value in unused_keys(name).items() if key not in told]
-    return [f"distributed.strategy={name}", *others]
-
-
 def _deepspeed(path: Path, given: list[str]) -> list[str]:
     """The file, and the strategy it means where none is asked for."""
     from muster.parallel.deepspeed_config import read
@@ -268,18 +251,6 @@ def _deepspeed(path: Path, given: list[str]) -> list[str]:
     if not asked:
         changes.append(f"distributed.strategy=zero{stage}")
     return changes
-
-
-def _ranks(recipe: Recipe, asked: str | None, found: Inventory, elsewhere: bool = False) -> int:
-    """Ranks on each machine; what a cluster's machines offer is not known here."""
-    if asked == "all" and elsewhere:
-        raise LaunchError("--gpus all: say how many GPUs each node has, as in --gpus 8")
-    if asked not in (None, "all") and not (asked.isdigit() and int(asked) > 0):
-        raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
-    wanted: int | Literal["all", "auto"] = recipe.distributed.devices
-    if asked is not None:
-        wanted = "all" if asked == "all" else int(asked)
-    return found.rank_count(wanted, share=elsewhere)
 
 
 def _devices(found: Inventory, ranks: int) -> str:

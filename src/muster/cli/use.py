@@ -64,7 +64,7 @@ def evaluate(
     ] = None,
     dir: DirOption = Path("runs"),
 ) -> None:
-    """Score a checkpoint on a split of its data, or a Whisper folder on DATA."""
+    """Score a checkpoint on a split of its data, or a recogniser's Hugging Face folder on DATA."""
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
     with working(f"scoring {checkpoint}") as progress:
         from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
@@ -90,7 +90,7 @@ def evaluate(
         console.print(f"{scores['words']:.0f} words: {', '.join(edits)}")
     for why, count in result.left_out.items():
         console.print(f"not scored: {count} {why}", markup=False)
-    said, heard = _WORDS.get(trained.task.recipe.task, ("right", "found"))
+    said, heard = _WORDS.get(trained.task.facts.content, ("right", "found"))
     for example in result.worst[:worst]:
         console.print(
             f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n", markup=False
@@ -108,14 +108,15 @@ def _other_data(data: str, split: Split | None) -> dict[str, Any]:
 
 _SIZES = ("clips", "images", "tokens")
 _EDITS = ("substitutions", "deletions", "insertions")
-_WORDS = dict.fromkeys(("speech-ctc", "speech-seq2seq"), ("said ", "heard"))
+_WORDS: dict[str | None, tuple[str, str]] = {"speech": ("said ", "heard")}
 
 
 def transcribe(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            metavar="CHECKPOINT", help="A run, one of its checkpoints, or a Whisper folder."
+            metavar="CHECKPOINT",
+            help="A run, one of its checkpoints, or a Hugging Face folder of Whisper or a CTC model.",
         ),
     ],
     files: Annotated[

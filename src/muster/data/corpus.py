@@ -23,18 +23,12 @@ from pathlib import Path
 from typing import Literal
 
 from muster.errors import DataError
+from muster.workloads import Content, workload
 
 Split = Literal["train", "validation", "test"]
-Content = Literal["speech", "text", "images"]
 EMBEDDED = "embedded:"
 PYTHON_SOURCE = "embedded:python-source"
 DIGITS = "embedded:digits"  # made by a library in memory: it has no files
-CONTENT: dict[str, Content] = {
-    "speech-ctc": "speech",
-    "speech-seq2seq": "speech",
-    "causal-lm": "text",
-    "image-classification": "images",
-}
 METADATA = ("metadata.csv", "metadata.jsonl")  # which clips a folder has, and their texts
 ENDINGS: dict[Content, tuple[str, ...]] = {
     "speech": (".parquet", *(f"/{name}" for name in METADATA)),
@@ -119,8 +113,11 @@ def split_files(
 
 
 def check(task: str, train: str, validation: str | None, test: str | None) -> None:
-    """Every corpus a recipe names exists, in a form that its task reads."""
-    content = CONTENT[task]
+    """Every corpus a recipe names exists, in a form that its task reads. A task of the user's own reads
+    its data by itself."""
+    content = workload(task).content
+    if content is None:
+        return
     files(train, "data.train", "train", None, content)
     if validation:
         files(validation, "data.validation", "validation", None, content)

@@ -54,12 +54,20 @@ class Source(Protocol):
 class Batch:
     """One micro-batch: padded tensors, and their sizes."""
 
-    ids: list[int]
-    tensors: dict[str, Tensor]
-    units: int  # tokens or clips that the summed loss is divided by, over the global batch
-    filled: int  # elements that are data …
-    cells: int  # … of all elements computed; the difference is padding
+    ids: list[int] = field(default_factory=list)  # of its samples, filled in where left out
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    units: int = 0  # tokens or clips that the summed loss is divided by, over the global batch
+    filled: int = 0  # elements that are data …
+    cells: int = (
+        0  # … of all elements computed; the difference is padding. 0: not known, no padding
+    )
     amounts: dict[str, float] = field(default_factory=dict)  # for rates: {"audio_s": 61.5}
+    part: int | None = None  # of every sequence, where context ranks share them: the first is 0
+
+    def identified(self, ids: list[int]) -> Batch:
+        """With these ids, and as if without padding, where `collate` left that out."""
+        found = replace(self, ids=ids) if not self.ids else self
+        return found if self.cells else replace(found, filled=self.units, cells=self.units)
 
     def to(self, device: torch.device) -> Batch:
         moved = {k: t.to(device, non_blocking=True) for k, t in self.tensors.items()}
@@ -157,5 +165,5 @@ class Loader:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def _build(self, ids: list[int], epoch: int, longest: float) -> Batch:
-        batch = self.collate([self.source.load(i) for i in ids], epoch, longest)
+        batch = self.collate([self.source.load(i) for i in ids], epoch, longest).identified(ids)
         return batch.pinned() if self.pin else batch

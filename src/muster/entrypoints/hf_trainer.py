@@ -29,28 +29,29 @@ from transformers import (
     TrainingArguments,
 )
 
-from muster import runs
+from muster import run_directory
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader
 from muster.data.text.packing import PackedSource
 from muster.errors import RecipeError
 from muster.launch.cluster import RankInfo
-from muster.models.huggingface.folder import FolderWeights, export
+from muster.models.huggingface.folder import export, folder_weights
 from muster.observe.observer import Observer, StepRecord
 from muster.observe.results import write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.engine import Engine
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.plan.strategy import parameter_count
+from muster.planner.strategy import parameter_count
 from muster.recipe.batch import BatchSizes, solve
-from muster.recipe.schema import Recipe, Training
+from muster.recipe.schema import Recipe
+from muster.recipe.training import Training
 from muster.tasks.causal_lm import CausalLM
-from muster.train.checkpoint import Checkpoints
-from muster.train.evaluate import SingleProcess
-from muster.train.job import Job
-from muster.train.optimizer import learning_rate, peak_lr
-from muster.train.precision import shared_precision
+from muster.training.checkpoint import Checkpoints
+from muster.training.evaluate import SingleProcess
+from muster.training.job import Job
+from muster.training.optimizer import learning_rate, peak_lr
+from muster.training.precision import shared_precision
 from muster.worker.main import connect_ranks
 from muster.worker.prepare import open_source, open_task
 from muster.worker.results import final_scores, write_plan, write_results
@@ -206,7 +207,9 @@ class MetricsCallback(TrainerCallback):
             file.write(json.dumps(record.metrics()) + "\n")
 
 
-def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -> dict[str, Any]:
+def run_rank(
+    recipe: Recipe, rank_info: RankInfo, run: run_directory.Run | None = None
+) -> dict[str, Any]:
     """What `muster.worker.main.run_rank` does, with the Trainer instead of muster's loop."""
     _sizes(recipe, rank_info.world)  # refuses before ranks wait for each other
     task = cast(CausalLM, open_task(recipe))
@@ -221,7 +224,7 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
     if mesh.first:
         cast(PreTrainedModel, trainer.model).save_pretrained(folder)
     mesh.barrier()
-    materialise(job.engine.parts[0], FolderWeights(folder, task.config), mesh.device)
+    materialise(job.engine.parts[0], folder_weights(folder, task.config), mesh.device)
     final = final_scores(job, done)
     results: dict[str, Any] = {}
     if mesh.first:
@@ -236,6 +239,7 @@ def _sizes(recipe: Recipe, world: int) -> BatchSizes:
     allowed: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "task": (recipe.task, ("causal-lm",)),
         "distributed.strategy": (recipe.distributed.strategy, ("auto", "ddp")),
+        "training.optimizer": (recipe.training.optimizer, ("adamw",)),
         "model.lora": (recipe.model.lora, (None,)),
         "data.isolate_documents": (recipe.data.isolate_documents, (False,)),
         "training.precision": (recipe.training.precision, ("auto", "fp32", "bf16", "fp16")),
@@ -265,7 +269,7 @@ def _job(
     task: CausalLM,
     source: PackedSource,
     mesh: Mesh,
-    run: runs.Run,
+    run: run_directory.Run,
     sizes: BatchSizes,
 ) -> Job:
     """The job for muster's evaluation and results, with a model that has no weights yet."""

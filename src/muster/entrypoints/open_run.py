@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.errors import LaunchError, RecipeError
+from muster.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -16,19 +17,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from muster.recipe.schema import Recipe
-    from muster.runs import Run
+    from muster.run_directory import Run
 
 log = logging.getLogger(__name__)
 
 
 def existing_run(text: str, runs_elsewhere: bool = False) -> Run | None:
     """A run to resume; None for anything else. On other nodes than 0 it may already be running."""
-    from muster import runs
+    from muster import run_directory
 
     path = Path(text)
+    if text == "latest" and not path.exists():
+        path = Path("runs", text)
     if not (path / "run.json").is_file():
         return None
-    run = runs.Run(path.resolve())
+    run = run_directory.Run(path.resolve())
     if not runs_elsewhere and run.state() in ("queued", "starting", "running"):
         raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
     return run
@@ -37,9 +40,9 @@ def existing_run(text: str, runs_elsewhere: bool = False) -> Run | None:
 def _await_end(run: Run) -> None:
     """A lost pod's run looks like a running one until its heartbeat file is stale. A queued run waits for
     this very start."""
-    from muster import runs
+    from muster import run_directory
 
-    end = time.monotonic() + runs.STALE_S + 5.0
+    end = time.monotonic() + run_directory.STALE_S + 5.0
     while run.state() in ("starting", "running") and run.elsewhere() and time.monotonic() < end:
         time.sleep(1.0)
     if run.state() == "queued":
@@ -56,8 +59,9 @@ def open_run(
 ) -> tuple[Run, TextIOWrapper, Recipe]:
     """The run directory, the claim on it, and the recipe written into it: of a new run on `ranks`,
     `local_ranks` on each machine, or of one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
-    from muster import runs
+    from muster import run_directory
     from muster.recipe.batch import scaling_words
+    from muster.recipe.own_task import adopt, changed_original
 
     if existing and recipe.training.scale_with_ranks != "none":
         raise RecipeError(
@@ -66,21 +70,31 @@ def open_run(
         )
     root = Path(recipe.logging.dir)
     if existing is None and name and (root / name / "run.json").is_file():
-        _await_end(runs.Run(root / name))
+        _await_end(run_directory.Run(root / name))
         existing = existing_run(str(root / name))
     recipe, words = _settled(recipe, ranks, local_ranks, existing)
-    if words and console:
-        console.print(words, soft_wrap=True, markup=False)
-    elif words:
-        log.info("%s", words)
+    if words:
+        _say(words, console)
     if existing:
         _check_same_maths(existing, recipe)
     if console:
         _index_speech(recipe, console)
-    run = existing or runs.create(root, recipe.name, {}, exact=name)
+    if existing and (changed := changed_original(recipe, existing.info().get("task") or {})):
+        _say(changed, console)
+    run = existing or run_directory.create(root, recipe.name, {}, exact=name)
     claim = run.claim()
+    recipe, record = adopt(recipe, run.path)
+    if record:
+        run.update(task=record)
     _write_recipe(run, recipe)
     return run, claim, recipe
+
+
+def _say(words: str, console: Console | None) -> None:
+    if console:
+        console.print(words, soft_wrap=True, markup=False)
+    else:
+        log.info("%s", words)
 
 
 def _settled(
@@ -106,20 +120,42 @@ def _settled(
     )
 
 
-def check_before_launch(recipe: Recipe, ranks: int, local_ranks: int) -> None:
+def check_before_launch(
+    recipe: Recipe, ranks: int, local_ranks: int, resumed: bool = False
+) -> Recipe:
     """Refuse what is known to fail on `ranks` ranks, `local_ranks` on each machine, before a run directory
-    exists."""
+    exists. A run that goes on has its model and tokenizer in its checkpoint. The recipe comes back with all
+    options of its task."""
     from muster.data import corpus
-    from muster.models.presets import check_preset
+    from muster.entrypoints.before_launch import check_model, check_samples, check_tokenizer
     from muster.parallel.layout import layout_for
-    from muster.recipe.batch import solve
+    from muster.parallel.optimizers.facts import refuse_optimizer
+    from muster.recipe.batch import settle, solve
 
     data = recipe.data
-    if recipe.model.pretrained is None:
-        check_preset(recipe.task, recipe.model.preset)
     layout = layout_for(recipe.distributed, ranks, local_world=local_ranks)
+    layout.check_sequences(recipe)
+    refuse_optimizer(recipe, layout)
     solve(recipe.training, layout.data_ranks)
+    if recipe.task in WORKLOADS and (not resumed or recipe.model.pretrained is None):
+        check_model(recipe, layout)
     corpus.check(recipe.task, data.train, data.validation, data.test)
+    if recipe.task in WORKLOADS:
+        tokenizer = None if resumed else check_tokenizer(recipe)
+        training = settle(recipe, layout.data_ranks).training
+        check_samples(recipe, training.global_batch_size, tokenizer)
+    return settle_task(recipe)
+
+
+def settle_task(recipe: Recipe) -> Recipe:
+    """Of a user's own task, its class is looked at and its options are filled in; torch is imported."""
+    from muster.recipe.own_task import parse
+
+    if parse(recipe.task) is None and not recipe.task_options:
+        return recipe
+    from muster.tasks.own import settle_options
+
+    return settle_options(recipe)
 
 
 def _index_speech(recipe: Recipe, console: Console) -> None:
@@ -128,8 +164,9 @@ def _index_speech(recipe: Recipe, console: Console) -> None:
 
     from muster.data import corpus
     from muster.data.speech import index
+    from muster.workloads import workload
 
-    if corpus.CONTENT[recipe.task] != "speech":
+    if workload(recipe.task).content != "speech":
         return
     data = recipe.data
     named = (data.train, data.validation, data.test)
@@ -150,8 +187,8 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
     """A run resumes only with the same maths; checked before its recipe is replaced. One that was killed
     during its first save has no checkpoint, and starts from step 0."""
     from muster.observe.results import complete_steps
-    from muster.train.checkpoint import open_checkpoint
-    from muster.train.compatibility import refuse_other_recipe
+    from muster.training.checkpoint import open_checkpoint
+    from muster.training.compatibility import refuse_other_recipe
 
     if complete_steps(run.path):
         refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
@@ -159,7 +196,8 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:
     from muster.recipe.describe import to_yaml
+    from muster.recipe.own_task import shown
 
     temporary = run.path / f".recipe.yaml.{os.getpid()}"
-    temporary.write_text(to_yaml(recipe))
+    temporary.write_text(to_yaml(shown(recipe, run.path)))
     os.replace(temporary, run.path / "recipe.yaml")  # other ranks may be reading it

@@ -19,7 +19,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from muster import runs
+from muster import run_directory
 from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
 from muster.entrypoints.start_training import CPU_RANKS, provide
 from muster.errors import LaunchError, MusterError
@@ -59,7 +59,9 @@ def train_here(
         log.warning("%s", words)
     listen_for_stop(rank_info)
     try:
-        begun = rank_info.rank > 0 or (rank_info.restarts > 0 and _is_ours(runs.Run(Path(recipe))))
+        begun = rank_info.rank > 0 or (
+            rank_info.restarts > 0 and _is_ours(run_directory.Run(Path(recipe)))
+        )
         existing = existing_run(recipe, runs_elsewhere=begun)
         if existing and train_rank is not run_rank:
             raise LaunchError(
@@ -68,7 +70,8 @@ def train_here(
         source = str(existing.path / "recipe.yaml") if existing else recipe
         loaded = load(source, cluster.own_arguments(overrides))
         before(loaded)
-        check_before_launch(loaded, rank_info.world, rank_info.local_world)
+        resumed = existing is not None or rank_info.restarts > 0
+        loaded = check_before_launch(loaded, rank_info.world, rank_info.local_world, resumed)
         if rank_info.rank > 0:
             return run_process(loaded, rank_info, None, train_rank=train_rank)
         run, claim, loaded = _own_run(loaded, rank_info, existing, run_name)
@@ -80,12 +83,12 @@ def train_here(
 
 
 def _own_run(
-    recipe: Recipe, rank_info: RankInfo, existing: runs.Run | None, name: str | None
-) -> tuple[runs.Run, TextIOWrapper, Recipe]:
+    recipe: Recipe, rank_info: RankInfo, existing: run_directory.Run | None, name: str | None
+) -> tuple[run_directory.Run, TextIOWrapper, Recipe]:
     """The run directory, the claim on it and its recipe; after a restart by torchrun, the same run as
     before."""
     if rank_info.restarts:
-        for run in filter(_is_ours, runs.every(Path(recipe.logging.dir))):
+        for run in filter(_is_ours, run_directory.every(Path(recipe.logging.dir))):
             claim = run.claim()
             run.clear_error_reports()
             first = from_resolved(run.path / "recipe.yaml").training
@@ -96,7 +99,7 @@ def _own_run(
     return run, claim, recipe
 
 
-def _is_ours(run: runs.Run) -> bool:
+def _is_ours(run: run_directory.Run) -> bool:
     """Whether the launcher that started this process also started the run's ranks before."""
     return run.info().get("agent") == _agent()
 
@@ -134,7 +137,7 @@ def train_with_trainer(recipe: str, overrides: Sequence[str] = ()) -> dict[str, 
 
 
 def _train_with_trainer(
-    recipe: Recipe, rank_info: RankInfo, run: runs.Run | None
+    recipe: Recipe, rank_info: RankInfo, run: run_directory.Run | None
 ) -> dict[str, Any]:
     try:
         import_module("accelerate")  # transformers itself imports it only later
@@ -175,7 +178,7 @@ def idle_words(gpus: int, command: Sequence[str]) -> str | None:
 
 
 @contextmanager
-def _watched(run: runs.Run) -> Iterator[None]:
+def _watched(run: run_directory.Run) -> Iterator[None]:
     """Show a run that this process is part of."""
     console, ended = Console(), threading.Event()
 

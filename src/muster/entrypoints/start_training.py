@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from muster import runs
+from muster import run_directory
 from muster.data import corpus
 from muster.data.speech.shards import write_shards
 from muster.errors import DataError, MusterError
@@ -28,6 +28,7 @@ from muster.parallel.layout import layout_for
 from muster.recipe.batch import BatchSizes, scaling_words, solve
 from muster.recipe.load import load
 from muster.recipe.schema import Recipe
+from muster.workloads import workload
 
 EXAMPLE = "spoken-numbers"  # the embedded corpus that a system's data/ is filled with
 CPU_RANKS = 4  # at most, where neither --gpus nor distributed.devices is given
@@ -56,10 +57,10 @@ def start_training(arguments: Sequence[str], folder: Path) -> int:
     command = [*_muster(), "train", config, "--gpus", str(ranks), *overrides]
     if asked.follow:
         return subprocess.run(command).returncode
-    before = set(runs.every(Path(recipe.logging.dir)))
+    before = set(run_directory.every(Path(recipe.logging.dir)))
     if code := subprocess.run([*command, "--detach"], stdout=subprocess.DEVNULL).returncode:
         return code
-    run = next(r for r in runs.every(Path(recipe.logging.dir)) if r not in before)
+    run = next(r for r in run_directory.every(Path(recipe.logging.dir)) if r not in before)
     print(_started(run, _mode(found, ranks), _backend(recipe, found), here))
     return 0
 
@@ -220,8 +221,6 @@ def _ranks(asked: argparse.Namespace, found: Inventory) -> int:
 def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable]) -> str:
     """What will run where, printed before the start."""
     sizes = solve(recipe.training, layout_for(recipe.distributed, ranks).data_ranks)
-    files = len(corpus.files(recipe.data.train, "data.train", "train"))
-    used = min(files, recipe.data.max_parquet_files or files)
     lines = [
         _title("DISTRIBUTED TRAINING CONFIGURATION" if ranks > 1 else "TRAINING CONFIGURATION"),
         f"Mode: {_mode(found, ranks)}",
@@ -239,7 +238,7 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
             for gpu in found.gpus
         ]
     lines += [
-        f"Data: {recipe.data.train}, {used} of {files} parquet file(s)",
+        f"Data: {_data(recipe)}",
         _batch_line(sizes) + _scaled_words(recipe),
         "Environment:",
     ]
@@ -247,6 +246,14 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
     left_out = environment.left_out(found, ranks, recipe.distributed.strategy)
     lines += [f"  {name} not set   {reason}" for name, reason in left_out.items()]
     return "\n".join(lines)
+
+
+def _data(recipe: Recipe) -> str:
+    if workload(recipe.task).content is None:
+        return f"as {recipe.task} reads it"
+    files = len(corpus.files(recipe.data.train, "data.train", "train"))
+    used = min(files, recipe.data.max_parquet_files or files)
+    return f"{recipe.data.train}, {used} of {files} parquet file(s)"
 
 
 def _batch_line(sizes: BatchSizes) -> str:
@@ -293,7 +300,7 @@ def _backend(recipe: Recipe, found: Inventory) -> str:
     return "NCCL" if found.gpus and recipe.distributed.backend != "gloo" else "gloo"
 
 
-def _started(run: runs.Run, mode: str, backend: str, here: Path) -> str:
+def _started(run: run_directory.Run, mode: str, backend: str, here: Path) -> str:
     """With commands and paths relative to `here`."""
     path, muster = os.path.relpath(run.path, here), _shown_muster(here)
     logs = os.path.dirname(path)

@@ -13,7 +13,7 @@ from torch import Tensor
 from muster.errors import CheckpointError
 from muster.models.weights import Weights
 from muster.observe.results import step_folders, step_of
-from muster.train.checkpoint import Saved, open_checkpoint
+from muster.training.checkpoint import Saved, open_checkpoint
 
 
 def last_checkpoints(checkpoint: Path, count: int) -> list[Saved]:

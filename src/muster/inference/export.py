@@ -1,5 +1,5 @@
-"""Checkpoints for other programs: a language model or a Whisper as a Hugging Face folder, or its
-adapters."""
+"""Checkpoints for other programs: a language model, a Whisper or a speech encoder as a Hugging Face
+folder, or adapters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from muster.inference import averaging
 from muster.inference.load import trained_model, trained_task
 from muster.models import lora
 from muster.models.huggingface import folder as huggingface
+from muster.models.huggingface import speech_folder
 from muster.models.huggingface.tensors import refuse_full
+from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
+from muster.tasks.speech_encoder import SpeechEncoder
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.train.checkpoint import Saved
+from muster.training.checkpoint import Saved
+
+Exported = CausalLM | SpeechSeq2Seq | SpeechEncoder
 
 
 def export_checkpoint(
@@ -51,6 +56,9 @@ def export_checkpoint(
     state = averaging.mean((_whole(one, task) for one in chosen), average)
     if base is not None and blend is not None:
         averaging.blend(state, base, blend)
+    if isinstance(task, SpeechEncoder):
+        speech_folder.export(folder, task.document, state, task.exported_files())
+        return
     if isinstance(task, SpeechSeq2Seq):
         whisper_folder.export(folder, task.config, state, *_processor(task))
         return
@@ -74,9 +82,9 @@ def _check_options(adapter: bool, average: int, blend: float | None) -> None:
         )
 
 
-def _export_adapter(saved: Saved, task: CausalLM | SpeechSeq2Seq, folder: Path) -> None:
+def _export_adapter(saved: Saved, task: Exported, folder: Path) -> None:
     options = task.recipe.model.lora
-    if options is None:
+    if options is None or isinstance(task, SpeechEncoder):
         raise MusterError(
             f"{saved.path} was trained without model.lora, so it has no adapters; leave --adapter out"
         )
@@ -96,7 +104,7 @@ def _export_adapter(saved: Saved, task: CausalLM | SpeechSeq2Seq, folder: Path) 
     )
 
 
-def _pretrained(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> Weights:
+def _pretrained(saved: Saved, task: Exported) -> Weights:
     if task.recipe.model.pretrained is None:
         raise MusterError(
             f"{saved.path} was trained without model.pretrained, so there is nothing to blend it "
@@ -108,23 +116,24 @@ def _pretrained(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> Weights:
         raise MusterError(f"--blend reads the pretrained model again: {error}") from None
 
 
-def _task(saved: Saved) -> CausalLM | SpeechSeq2Seq:
+def _task(saved: Saved) -> Exported:
     task = trained_task(saved)
-    if not isinstance(task, CausalLM | SpeechSeq2Seq):
+    if not isinstance(task, Exported):
         raise MusterError(
-            f"{saved.path} is of task {task.recipe.task}; only language models (causal-lm) and Whisper "
-            "(speech-seq2seq) have a Hugging Face form to export to"
+            f"{saved.path} is of task {task.recipe.task}; only language models (causal-lm), Whisper "
+            "(speech-seq2seq) and pretrained speech encoders (speech-ctc) have a Hugging Face form to "
+            "export to"
         )
     return task
 
 
-def _whole(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
+def _whole(saved: Saved, task: Exported) -> dict[str, Tensor]:
     """Adapters merged: a mean of them would not be the mean of their products."""
     state, options = _weights(saved, task), task.recipe.model.lora
     return state if options is None else lora.merged(state, options.alpha, options.rank)
 
 
-def _weights(saved: Saved, task: CausalLM | SpeechSeq2Seq) -> dict[str, Tensor]:
+def _weights(saved: Saved, task: Exported) -> dict[str, Tensor]:
     return dict(trained_model(saved, task).state_dict())
 
 
@@ -141,6 +150,8 @@ def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
     if saved["kind"] != "huggingface":
         return files, keys
     files["tokenizer.json"] = saved["tokenizer"].encode()
+    if isinstance(task.config, TransformersConfig) and task.recipe.model.pretrained:
+        keys = {}  # config.json goes out with the ids it came with
     original = _original(task.recipe)
     if original is None:
         return files, keys

@@ -1,4 +1,4 @@
-"""Opening a checkpoint, or a Hugging Face folder of Whisper's, in one process."""
+"""Opening a checkpoint, or a Hugging Face folder of a recogniser, in one process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from muster.data.speech.waveforms import read_rate
 from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
 from muster.errors import MusterError, RecipeError
+from muster.models.huggingface.speech_folder import has_head, is_speech_encoder
+from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
-from muster.parallel.materialise import materialise
+from muster.parallel.materialise import materialise, restore_buffers
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.tasks.speech_ctc import SpeechCTC
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.train.checkpoint import Saved, load_model, open_checkpoint
+from muster.training.checkpoint import Saved, load_model, open_checkpoint
+from muster.workloads import WORKLOADS
 
 
 @dataclass(frozen=True)
@@ -82,10 +86,15 @@ def trained_task(
 
 
 def trained_model(saved: Saved, task: Task) -> nn.Module:
-    """The task's model on the CPU with the checkpoint's weights."""
-    with torch.device("meta"):
+    """The task's model on the CPU with the checkpoint's weights. A user's own is built for real: it may
+    hold buffers that are in no checkpoint."""
+    if task.recipe.task not in WORKLOADS:
         model = task.build_model()
-    model.to_empty(device="cpu")
+    else:
+        with torch.device("meta"):
+            model = task.build_model()
+        model.to_empty(device="cpu")
+        restore_buffers(model, torch.device("cpu"))
     with warnings.catch_warnings():  # torch warns that no process group is initialized
         warnings.simplefilter("ignore", UserWarning)
         load_model(saved, model)
@@ -99,7 +108,7 @@ def load_recogniser(
     language: str | None = None,
     timestamps: bool | None = None,
 ) -> Recogniser:
-    """From a speech task's checkpoint or a Hugging Face folder of Whisper's.
+    """From a speech task's checkpoint, or a Hugging Face folder of Whisper's or a CTC model's.
 
     `language` replaces data.language. `timestamps`: whether Whisper is asked for times; by default
     where it learned to tell them, as OpenAI's models did.
@@ -107,12 +116,14 @@ def load_recogniser(
     if is_folder(checkpoint):
         return load_folder(checkpoint, evaluation, language=language, timestamps=timestamps)
     found = load_trained(checkpoint, evaluation, {"language": language} if language else {})
+    return as_recogniser(found, timestamps)
+
+
+def as_recogniser(found: Trained, timestamps: bool | None = None) -> Recogniser:
+    """Of a speech task's checkpoint."""
     task, where = found.task, found.saved.path
     if isinstance(task, SpeechCTC):
-        if timestamps:
-            raise MusterError(
-                f"{where} is of task speech-ctc, which has no timestamps; leave them out"
-            )
+        _refuse_timestamps(where, timestamps)
         return Recogniser(task, found.model, found.device)
     if not isinstance(task, SpeechSeq2Seq):
         raise MusterError(
@@ -138,7 +149,10 @@ def load_folder(
     language: str | None = None,
     timestamps: bool | None = None,
 ) -> Recogniser:
-    """A pretrained Whisper as it is."""
+    """A pretrained Whisper, or a CTC model of the Wav2Vec2 family, as it is."""
+    if is_speech_encoder(folder):
+        _refuse_timestamps(folder, timestamps)
+        return _load_encoder(folder, evaluation, data)
     try:
         positions = whisper_folder.read_config(folder).source_positions
         window = min(LONGEST, positions / TICKS_PER_SECOND)
@@ -156,9 +170,43 @@ def load_folder(
     except RecipeError as error:
         words = str(error).removeprefix("model.pretrained: ")
         raise MusterError(words.replace("data.language", "--language")) from None
+    model, device = _materialised(task, weights)
+    with_timestamps = bool(task.tokens.languages) if timestamps is None else timestamps
+    return Recogniser(task, model, device, window, with_timestamps)
+
+
+def _load_encoder(
+    folder: Path, evaluation: dict[str, object] | None, data: dict[str, object] | None
+) -> Recogniser:
+    from muster.tasks.speech_encoder import SpeechEncoder
+
+    try:
+        if not has_head(folder):
+            raise RecipeError(f"{folder} has no CTC head (lm_head): fine-tune it with muster first")
+        recipe = Recipe.model_validate(
+            {
+                "task": "speech-ctc",
+                "model": {"pretrained": str(folder)},
+                "data": {"sample_rate": read_rate(folder), "spec_augment": None, **(data or {})},
+                "training": {"steps": 1},
+                "evaluation": evaluation or {},
+            }
+        )
+        task = SpeechEncoder(recipe)
+        weights = task.weights()
+    except RecipeError as error:
+        raise MusterError(str(error).removeprefix("model.pretrained: ")) from None
+    return Recogniser(task, *_materialised(task, weights))
+
+
+def _materialised(task: Task, weights: Weights) -> tuple[nn.Module, torch.device]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.device("meta"):
         model = task.build_model()
     materialise(model, weights, device)
-    with_timestamps = bool(task.tokens.languages) if timestamps is None else timestamps
-    return Recogniser(task, model.eval(), device, window, with_timestamps)
+    return model.eval(), device
+
+
+def _refuse_timestamps(where: Path, timestamps: bool | None) -> None:
+    if timestamps:
+        raise MusterError(f"{where} is of task speech-ctc, which has no timestamps; leave them out")

@@ -10,7 +10,8 @@ from muster.errors import MusterError
 from muster.inference.load import Recogniser, Trained
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
-from muster.train.evaluate import Evaluation, SingleProcess, evaluate
+from muster.training.evaluate import Evaluation, SingleProcess, evaluate
+from muster.workloads import workload
 
 BATCH = 16
 
@@ -40,6 +41,8 @@ def score(
         if result is not None:
             return result
     cure = "name some as data.test or data.validation in the recipe"
-    if recipe.task.startswith("speech-"):
+    if workload(recipe.task).content is None:
+        raise MusterError(f"{recipe.task}: its source returns no {' or '.join(splits)} samples")
+    if workload(recipe.task).content == "speech":
         cure = f"`muster data make FOLDER {recipe.data.train} --split {splits[0]}` adds one"
     raise MusterError(f"{recipe.data.train} has no {' or '.join(splits)} split; {cure}")

@@ -29,10 +29,9 @@ def stream(recogniser: Recogniser, pipe: BinaryIO) -> Iterator[str]:
             "Whisper needs whole windows, so it cannot transcribe a stream; train a causal preset of "
             "speech-ctc (muster train speech-streaming)"
         )
-    preset = task.recipe.model.preset
     if not getattr(getattr(model, "config", None), "causal", False):
         raise MusterError(
-            f"model.preset {preset} looks ahead, so it cannot transcribe a stream; train a causal preset "
+            f"{task.recipe.model.title} looks ahead, so it cannot transcribe a stream; train a causal preset "
             "(lmu-micro-causal, lmu-7m-causal) with data.normalize=fixed"
         )
     if task.recipe.data.normalize != "fixed":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import yaml
@@ -19,8 +19,9 @@ from muster.launch import kubectl
 from muster.launch.cluster import PORT
 from muster.launch.job import ClusterJob
 from muster.recipe.describe import to_yaml
+from muster.recipe.own_task import parse, shown
 from muster.recipe.schema import Recipe
-from muster.runs import SIGNALLED, Run
+from muster.run_directory import SIGNALLED, Run
 
 Kind = Literal["trainjob", "job"]
 Document = dict[str, Any]
@@ -124,7 +125,13 @@ def _command(job: ClusterJob, *more: str) -> list[str]:
 
 
 def _config_map(job: ClusterJob) -> Document:
-    return _object(job, "v1", "ConfigMap", data={"recipe.yaml": to_yaml(job.recipe)})
+    """The recipe and, beside it, the file of a user's own task."""
+    recipe, data = job.recipe, {}
+    if (own := parse(recipe.task)) and own.is_file:
+        file = Path(own.place)
+        data[file.name] = file.read_text()
+        recipe = shown(recipe, file.parent)
+    return _object(job, "v1", "ConfigMap", data={"recipe.yaml": to_yaml(recipe), **data})
 
 
 def _service(job: ClusterJob) -> Document:

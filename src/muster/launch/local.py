@@ -30,8 +30,9 @@ from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
+from muster.recipe.own_task import comparable
 from muster.recipe.schema import Recipe
-from muster.runs import Run
+from muster.run_directory import Run
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +194,8 @@ def join_run(node: Node, recipe: Recipe) -> Run:
     facts = json.loads(store.get("run"))
     master_recipe = Recipe.model_validate(facts["recipe"])
     recipe = settle_as(recipe, master_recipe.training)
-    if different := differences(master_recipe.as_dict(), recipe.as_dict()):
+    there, here = comparable(master_recipe.as_dict()), comparable(recipe.as_dict())
+    if different := differences(there, here):
         hint = "give every node the same recipe and the same key=value overrides"
         store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")
         raise LaunchError(f"node 0 trains with another recipe ({'; '.join(different[:3])}); {hint}")

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import torch
 
-from muster import runs
+from muster import run_directory
 from muster.errors import MusterError
 from muster.hardware import affinity, environment, inventory, network
 from muster.launch import cluster, failure
@@ -61,7 +61,7 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
 
 
 @contextmanager
-def run_ownership(run: runs.Run, claim: TextIOWrapper, world: int) -> Iterator[None]:
+def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> Iterator[None]:
     """For rank 0 without a supervisor: it writes the run's state, heartbeat and failure."""
     with claim:
         run.own()

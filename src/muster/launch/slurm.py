@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from muster.errors import LaunchError
 from muster.launch.job import ClusterJob
-from muster.runs import ENDED, Run
+from muster.run_directory import ENDED, Run
 
 TIMEOUT_S = 60.0  # for SLURM's own commands
 ASK_EVERY_S = 5.0

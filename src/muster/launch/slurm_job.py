@@ -20,7 +20,7 @@ from pathlib import Path
 from muster.launch import slurm
 from muster.observe.results import STOP_FILE, complete_steps
 from muster.recipe.load import from_resolved
-from muster.runs import Run
+from muster.run_directory import Run
 
 
 def main(folder: str, *command: str) -> int:

@@ -21,7 +21,8 @@ class Standby:
 
     def __init__(self) -> None:
         self._channel, other = socket.socketpair()
-        atexit.register(self._end_unused)
+        self._begun = False
+        atexit.register(self.end)
         with other:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "muster.launch.local", "--standby", str(other.fileno())],
@@ -37,7 +38,8 @@ class Standby:
         lock on the run."""
         order = json.dumps({"arguments": arguments, "environment": dict(os.environ)}).encode()
         files = [out] if claim is None else [out, claim]
-        atexit.unregister(self._end_unused)
+        atexit.unregister(self.end)
+        self._begun = True
         try:
             with self._channel:
                 socket.send_fds(self._channel, [len(order).to_bytes(8)], files)
@@ -48,8 +50,15 @@ class Standby:
                 "says may show why"
             ) from error
 
-    def _end_unused(self) -> None:
+    def end(self) -> None:
+        """It is not needed after all; one that has begun goes on."""
+        if self._begun:
+            return
+        atexit.unregister(self.end)
+        self._begun = True  # and ended
+        self._channel.close()
         self.process.kill()
+        self.process.wait()
 
 
 def wait_for_order(channel_number: int) -> list[str] | None:

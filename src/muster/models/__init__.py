@@ -15,20 +15,29 @@ from muster.models.configs import (
 from muster.models.presets import PRESETS, check_preset, configure
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
+
+    from muster.models.shape import Size
 
 __all__ = ["PRESETS", "build", "check_preset", "configure"]
 
 
-def build(preset: str, vocab: int | None = None, **overrides: object) -> nn.Module:
-    """The preset's model, any field of its config replaced by name. Models of images have no
-    `vocab`; they have `classes`."""
+def build(
+    preset: str,
+    vocab: int | None = None,
+    shape: Mapping[str, Size] | None = None,
+    **overrides: object,
+) -> nn.Module:
+    """The preset's model, in another `shape`, any field of its config replaced by name. Models of
+    images have no `vocab`; they have `classes`."""
     from muster.models import ctc, decoder, lmu_attention, resnet
     from muster.models.whisper.model import Whisper
 
     if vocab is not None:
         overrides["vocab"] = vocab
-    match configure(preset, **overrides):
+    match configure(preset, shape, **overrides):
         case LMUCTCConfig() as config:
             return ctc.LMUCTC(config)
         case LMUAttentionConfig() as config:

@@ -57,6 +57,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+class RMSNorm(nn.RMSNorm):
+    """With the weight in the input's type: torch's fused kernel takes no other, and autocast leaves it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -66,6 +73,9 @@ class Attention(nn.Module):
         self.k = nn.Linear(config.width, kv, bias=config.qkv_bias)
         self.v = nn.Linear(config.width, kv, bias=config.qkv_bias)
         self.o = nn.Linear(size, config.width, bias=config.bias)
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_size, eps=config.eps) if config.qk_norm else None for _ in "qk"
+        )
 
     def forward(
         self, x: Tensor, rotary: Rotary | None, documents: Tensor | None, cache: Cache | None
@@ -73,26 +83,42 @@ class Attention(nn.Module):
         """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
         of the heads, and between layers only a shard of the sequence."""
         q, k, v = (self._heads(project(x)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         past = cache.seen(self.layer) if cache is not None else 0
-        mask = attention_mask(self.config, q.shape[2], past, documents, q.device)
         if rotary is not None:
             cos, sin = (table[..., : q.shape[2], :] for table in rotary)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        mixed = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.config.dropout if self.training else 0.0,
-            is_causal=mask is None and q.shape[2] > 1,
-            enable_gqa=self.config.kv_heads != self.config.heads,
-        )
+        dropout = self.config.dropout if self.training else 0.0
+        mixed = self.attend(q, k, v, documents, past, self.config, dropout)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.config.head_size)).transpose(1, 2)
+
+    @staticmethod
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        past: int,
+        config: DecoderConfig,
+        dropout: float,
+    ) -> Tensor:
+        """Causal attention of `[batch, heads, time, size]`; an instance may replace it."""
+        mask = attention_mask(config, q.shape[2], past, documents, q.device)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and q.shape[2] > 1,
+            enable_gqa=config.kv_heads != config.heads,
+        )
 
 
 def attention_mask(

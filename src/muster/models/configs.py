@@ -77,6 +77,7 @@ class DecoderConfig:
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True  # on every linear layer
     qkv_bias: bool = True  # on q, k, v
+    qk_norm: bool = False  # RMSNorm of each head of q and k, before rotary positions (Qwen3)
     tied: bool = True
     eps: float = 1e-5
     rope_theta: float = 10_000.0

@@ -1,7 +1,7 @@
 """One decoder for two families of language models.
 
 GPT-2: learned positions, LayerNorm, GELU, biases, a head tied to the embedding. Llama and its
-relatives (Mistral, Qwen2): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
+relatives (Mistral, Qwen2, Qwen3): rotary positions, RMSNorm, SwiGLU, grouped-query attention.
 
 A decoder can be built in part (`Part`): some layers, the embedding if they begin at the first, the
 head if they end at the last. Parameters keep the names they have in the whole.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.attention import Attention, Cache, Rotary, rotations
+from muster.models.attention import Attention, Cache, RMSNorm, Rotary, rotations
 from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu, residual_stream
 from muster.models.plan import ParallelPlan, Split
@@ -54,13 +54,6 @@ class FeedForward(nn.Module):
         if self.gate is not None:
             return self.down(F.silu(self.gate(x)) * self.up(x))
         return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-class RMSNorm(nn.RMSNorm):
-    """With the weight in the input's type: torch's fused kernel takes no other, and autocast leaves it alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
@@ -212,6 +205,7 @@ class Decoder(nn.Module):
             cast_weights=True,
             float8=("blocks.*.attention.*", "blocks.*.feed_forward.*"),
             compiled=("head",),
+            context=True,
         )
 
 
@@ -237,6 +231,8 @@ def tensor_plan(config: DecoderConfig) -> dict[str, Split]:
     }
     if config.activation == "swiglu":
         block["feed_forward.gate"] = "column"
+    if config.qk_norm:
+        block |= {"attention.q_norm": "head-norm", "attention.k_norm": "head-norm"}
     return {
         "embed": "scatter",
         "embed.tokens": "embedding",
@@ -246,7 +242,10 @@ def tensor_plan(config: DecoderConfig) -> dict[str, Split]:
     }
 
 
-def initial_std(config: DecoderConfig, name: str) -> float | None:
+INITIAL_STD = 0.02  # GPT-2's, and the default of Hugging Face's initializer_range
+
+
+def initial_std(config: DecoderConfig, name: str, std: float = INITIAL_STD) -> float | None:
     """Standard deviation of a parameter's initial values, by its name; None: norms start at one, biases at zero.
 
     As in GPT-2, what is added to the residual stream starts smaller the more layers add to it.
@@ -255,5 +254,5 @@ def initial_std(config: DecoderConfig, name: str) -> float | None:
     if kind == "bias" or module.endswith("norm"):
         return None
     if module.endswith(("attention.o", "feed_forward.down")):
-        return 0.02 / math.sqrt(2 * config.layers)
-    return 0.02
+        return std / math.sqrt(2 * config.layers)
+    return std

@@ -22,6 +22,8 @@ from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.models.huggingface.config import family_for
 from muster.models.huggingface.folder import place
 from muster.models.huggingface.tensors import TensorLocation, new_folder
+from muster.models.huggingface.transformers_config import TransformersConfig
+from muster.models.huggingface.transformers_model import PREFIX, TransformersLM, stacks
 from muster.models.weights import Region, Weights, keyed_generator
 from muster.models.whisper.model import Whisper
 
@@ -32,6 +34,16 @@ WHISPER_NAMES = {
     "o": "out_proj",
     "up": "fc1",
     "down": "fc2",
+}
+# What a recipe calls layers of transformers' families; others go by their own names.
+SHORT_NAMES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "o_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
 }
 BASE = ".base_layer"
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
@@ -68,6 +80,10 @@ def _layers(model: nn.Module) -> tuple[str, dict[str, str]]:
         learning = "decoder" if model.freeze_encoder else "(encoder|decoder)"
         return rf"model\.{learning}\.layers", WHISPER_NAMES
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    if isinstance(model, TransformersLM):
+        blocks = stacks(model)
+        last = [n.rpartition(".")[2] for n in linear if re.match(rf"{blocks}\.", n)]
+        return blocks, {SHORT_NAMES.get(name, name): name for name in last}
     last = [name.rpartition(".")[2] for name in linear if name.startswith("blocks.")]
     return "blocks", dict(zip(last, last, strict=True))
 
@@ -110,7 +126,7 @@ def merged(state: Mapping[str, Tensor], alpha: float, rank: int) -> dict[str, Te
 
 def export_adapter(
     folder: Path,
-    config: DecoderConfig | WhisperConfig,
+    config: DecoderConfig | TransformersConfig | WhisperConfig,
     state: Mapping[str, Tensor],
     *,
     rank: int,
@@ -124,7 +140,9 @@ def export_adapter(
     one above the other, the Bs in blocks, and alpha grows with the rank so that the product stays.
     """
     whisper = isinstance(config, WhisperConfig)
-    family = "whisper" if isinstance(config, WhisperConfig) else family_for(config, family)
+    family = family_for(config, family) if isinstance(config, DecoderConfig) else None
+    if family is None:
+        state = {name.removeprefix(PREFIX): value for name, value in state.items()}
     layers = [name.removesuffix(A) for name in state if name.endswith(A)]
     if not layers:
         raise CheckpointError("this model has no adapters to export; export the whole model")
@@ -164,12 +182,15 @@ def _pattern(layers: list[str]) -> str:
     return "|".join(sorted(re.escape(kind).replace("N", r"\d+") for kind in kinds))
 
 
-def _place(family: str, layer: str) -> TensorLocation:
+def _place(family: str | None, layer: str) -> TensorLocation:
+    """`family` None: the names are transformers' own."""
     name = f"{layer}.weight"
-    return TensorLocation(name) if family == "whisper" else place(family, name)
+    return place(family, name) if family else TensorLocation(name)
 
 
-def _stacked(family: str, layers: list[str], state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _stacked(
+    family: str | None, layers: list[str], state: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
     """A [rank · layers, in] and B [out, rank · layers] of one module, fused where GPT-2 fuses."""
     lows = [state[layer + A].detach().cpu() for layer in layers]
     ups = [state[layer + B].detach().cpu() for layer in layers]

@@ -10,6 +10,7 @@ Split = Literal[
     "embedding",  # rows of the vocabulary on each rank; its outputs are summed
     "scatter",  # its output enters the residual stream
     "norm",  # works on the residual stream
+    "head-norm",  # works on this rank's heads, [batch, heads, time, size]
     "gather",  # a group of layers that reads the whole stream once
     "gather-both",  # the same with two inputs, such as cross-attention
     "heads",  # attention heads on each rank; its output stays sharded
@@ -29,6 +30,7 @@ class ParallelPlan:
     ]  # class names of repeated layers: units of sharding, checkpointing and compilation
     compiled: tuple[str, ...] = ()  # names of other modules to compile
     tensor: Mapping[str, Split] = field(default_factory=dict)  # module name, `*` for any index
+    no_tensor: str = ""  # why there is no tensor plan, where that is not plain
     costs: tuple[int, ...] = ()  # of each block that a pipeline may be split between, in
     # multiplications per token, with the head in the last; empty: it may not be split
     embeds: int = 0  # the block that the token embedding comes before; those before are an encoder
@@ -41,6 +43,7 @@ class ParallelPlan:
     cast_weights: bool = False  # weights may be cast to the lower precision
     # Linear layers whose products may be float8; `*` is any one part of a name.
     float8: tuple[str, ...] = ()
+    context: bool = False  # its attention can be shared by ranks with a part of each sequence
 
     @property
     def layers(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Mapping
 
 from muster.errors import RecipeError
 from muster.models.configs import (
@@ -14,6 +15,7 @@ from muster.models.configs import (
     ResNetConfig,
     WhisperConfig,
 )
+from muster.models.shape import Size, reshape
 
 Config = (
     LMUCTCConfig
@@ -116,14 +118,22 @@ OF_TASK: dict[str, tuple[str, tuple[type, ...]]] = {  # what each trains, and it
     "causal-lm": ("language model", (DecoderConfig,)),
     "image-classification": ("image model", (ResNetConfig, MnistNetConfig)),
 }
-PRETRAINED = ("speech-seq2seq", "causal-lm")  # tasks that also take a Hugging Face folder
+PRETRAINED = (
+    "speech-ctc",
+    "speech-seq2seq",
+    "causal-lm",
+)  # tasks that also take a Hugging Face folder
 
 
-def check_preset(task: str, preset: str) -> None:
-    """Refuse what is no preset, or one of another task."""
+def check_preset(task: str, preset: str, shape: Mapping[str, Size] | None = None) -> None:
+    """Refuse what is no preset, or one of another task, and a `shape` that it cannot have. A task of the
+    user's own builds its model by itself."""
+    if task not in OF_TASK:
+        return
     kind, configs = OF_TASK[task]
     known = [name for name, config in PRESETS.items() if isinstance(config, configs)]
     if preset in known:
+        reshape(preset, PRESETS[preset], shape or {})
         return
     near = difflib.get_close_matches(preset, known, n=1)
     hint = f"; nearest is {near[0]}" if near else ""
@@ -133,13 +143,13 @@ def check_preset(task: str, preset: str) -> None:
     )
 
 
-def configure(preset: str, **overrides: object) -> Config:
-    """The preset's config, any of its fields replaced by name."""
+def configure(preset: str, shape: Mapping[str, Size] | None = None, **overrides: object) -> Config:
+    """The preset's config, in another `shape`, any of its fields replaced by name."""
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, n=2, cutoff=0.4)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise ValueError(f"no preset {preset!r}{hint} Known: {', '.join(PRESETS)}")
-    config = PRESETS[preset]
+    config = reshape(preset, PRESETS[preset], shape or {})
     known = [field.name for field in dataclasses.fields(config)]
     for name in overrides:
         if name not in known:

@@ -162,7 +162,9 @@ def score_words(scores: dict[str, float]) -> str:
         "perplexity": "perplexity {:.3f}",
         "bits_per_byte": "{:.3f} bits per byte",
     }
-    return ", ".join(form.format(scores[name]) for name, form in forms.items() if name in scores)
+    words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
+    own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
+    return ", ".join(words or own)
 
 
 class _Progress(Progress):

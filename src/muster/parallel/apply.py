@@ -7,17 +7,26 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
+from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
-from muster.parallel import fsdp, pipeline, tensor
+from muster.parallel import context, fsdp, pipeline, tensor
 from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
 from muster.parallel.compilation import compile_blocks
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
 from muster.parallel.ddp import replicate
-from muster.parallel.engine import Builder, Engine, MakeOptimizer, TorchEngine
+from muster.parallel.default_plan import plan_of
+from muster.parallel.engine import (
+    Builder,
+    Engine,
+    MakeOptimizer,
+    NamedParameters,
+    TorchEngine,
+)
 from muster.parallel.float8 import Float8, convert
 from muster.parallel.materialise import Fill, materialise
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import check_schedule, cut_evenly, stages_per_rank
+from muster.recipe.own_task import parse
 from muster.recipe.schema import Recipe
 
 LINEAR = nn.functional.linear
@@ -32,8 +41,8 @@ def apply(
     fill: Fill = materialise,
     float8: Float8 = "none",
 ) -> Engine:
-    """float8 → tensor → activation checkpointing → compile → shard → weights → replicate. `fill` gives a
-    model that was built on the meta device its weights."""
+    """float8 → tensor → context → activation checkpointing → compile → shard → weights → replicate. `fill`
+    gives a model that was built on the meta device its weights."""
     layout, options = mesh.layout, recipe.distributed
     nn.functional.linear = LINEAR  # ZeRO 3 replaces it for all models of the process
     refuse_conflicts(recipe, layout)
@@ -44,21 +53,25 @@ def apply(
     weights = builder.weights()
     parts, plan = _build(builder, mesh, recipe, on_meta=weights is not None)
     refuse_tensor_conflicts(recipe, layout, plan)
-    sharded = layout.data_ranks > 1 and not layout.only_replicas
+    sharded = layout.sharded
     stage = layout.pipeline > 1
     resting = torch.device("cpu") if sharded and options.fsdp.cpu_offload else mesh.device
     gathers_float8 = False
+    layers: list[nn.Module] = []
     for part in parts:
         if weights is None:
             part.to(mesh.device)
         if float8 != "none":
-            shards = layout.shard if sharded and resting == mesh.device else 1
+            shards = layout.shards if sharded and resting == mesh.device else 1
             scaling = convert(part, plan, shards, emulate=float8 == "emulated")
             gathers_float8 = scaling == "tensorwise"
         if layout.tensor > 1:
             assert mesh.axes is not None
             tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options, stage=stage)
+        if layout.context > 1:
+            context.split(part, layout, mesh.rank, mesh.context)
         blocks = find_blocks(part, plan.blocks, "model.preset", stage=stage)
+        layers += blocks
         checkpoint_activations(blocks, recipe.training.activation_checkpointing)
         if recipe.training.compile is True:
             compile_blocks(part, blocks, plan.compiled if layout.tensor == 1 else ())
@@ -66,7 +79,9 @@ def apply(
             fsdp.shard(part, mesh, plan, options.fsdp, precision)
         if weights is not None:
             fill(part, weights, mesh.device, resting)
-    optimizer = make_optimizer(named for part in parts for named in part.named_parameters())
+    named = _named_parameters(parts, layers)
+    _refuse_no_matrices(recipe, plan, named)
+    optimizer = make_optimizer(named)
     split_loss = layout.tensor > 1 and options.tensor_options.loss_parallel
     if stage:
         return pipeline.PipelineEngine(
@@ -92,6 +107,29 @@ def apply(
     )
 
 
+def model_name(recipe: Recipe) -> str:
+    own = parse(recipe.task)
+    return f"the model of {own.label}" if own else recipe.model.title
+
+
+def _named_parameters(parts: list[nn.Module], blocks: list[nn.Module]) -> NamedParameters:
+    """With the names of the matrices in blocks, none of which is an embedding or a head."""
+    named = NamedParameters(pair for part in parts for pair in part.named_parameters())
+    inside = {id(p) for block in blocks for p in block.parameters() if p.ndim == 2}
+    named.hidden = frozenset(name for name, p in named if id(p) in inside)
+    return named
+
+
+def _refuse_no_matrices(recipe: Recipe, plan: ParallelPlan, named: NamedParameters) -> None:
+    if recipe.training.optimizer == "muon" and not any(
+        p.requires_grad for name, p in named if name in named.hidden
+    ):
+        raise RecipeError(
+            "training.optimizer: muon updates the matrices of the model's blocks "
+            f"({', '.join(plan.blocks)}), and none is trained there; use adamw"
+        )
+
+
 def _build(
     builder: Builder, mesh: Mesh, recipe: Recipe, on_meta: bool
 ) -> tuple[list[nn.Module], ParallelPlan]:
@@ -99,9 +137,9 @@ def _build(
     layout, options = mesh.layout, recipe.distributed.pipeline_options
     with torch.device("meta") if on_meta or layout.pipeline > 1 else nullcontext():
         model = builder.build_model()
-        plan: ParallelPlan = model.plan  # type: ignore[assignment]
+        plan = plan_of(model, builder)
         each = stages_per_rank(options)
-        layout.check_model(plan, recipe.model.pretrained or recipe.model.preset, each)
+        layout.check_model(plan, model_name(recipe), each)
         if layout.pipeline == 1:
             prepare_norms(model, recipe)
             return [model], plan

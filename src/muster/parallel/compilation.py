@@ -10,23 +10,30 @@ from torch import nn
 from muster.auto import AutoChoice
 from muster.errors import RecipeError
 from muster.recipe.schema import Recipe
+from muster.workloads import WORKLOADS, workload
 
 MIN_STEPS = 200  # optimizer steps that win back the seconds which a first compilation takes
-TASKS = ("causal-lm", "speech-seq2seq")  # whose models were measured to gain
 
 
 class CompilationError(RecipeError):
     """What is compiled cannot run in this layout."""
 
 
-def choose(recipe: Recipe, samples: int | None, *, on_gpu: bool) -> AutoChoice:
-    """Whether the model is compiled. `samples`: in an epoch, None if not known."""
+def choose(
+    recipe: Recipe, samples: int | None, *, on_gpu: bool, compiles: bool | None = None
+) -> AutoChoice:
+    """Whether the model is compiled. `samples`: in an epoch, None if not known. `compiles`: whether it
+    pays in the task's model; by its name."""
+    if compiles is None:
+        compiles = workload(recipe.task).compiles
     asked, steps = recipe.training.compile, _steps(recipe, samples)
     if asked != "auto":
         return AutoChoice.forced(asked)
     if not on_gpu:
         reason = "it gains little on a CPU"
-    elif recipe.task not in TASKS:
+    elif not compiles and recipe.task not in WORKLOADS:
+        reason = "the task does not say that it pays (compiles = True)"
+    elif not compiles:
         reason = f"it gains little in a model of {recipe.task}"
     elif recipe.distributed.pipeline_options.schedule == "zero-bubble":
         reason = "the zero-bubble schedule splits the backward pass of each block"

@@ -6,12 +6,16 @@ from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
 from muster.parallel.float8 import MULTIPLE
 from muster.parallel.layout import Layout
+from muster.parallel.optimizers.facts import refuse_optimizer
 from muster.recipe.schema import Recipe
+from muster.workloads import WORKLOADS, workload
 
 
 def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
     training, options = recipe.training, recipe.distributed
-    if training.cuda_graphs is True and (problem := no_graphs(recipe, layout)):
+    layout.check_sequences(recipe)
+    own = recipe.task not in WORKLOADS  # which only tries can tell, where the recipe asks for it
+    if training.cuda_graphs is True and (problem := no_graphs(recipe, layout, own or None)):
         raise RecipeError(f"training.cuda_graphs: {problem}; set it to false")
     if recipe.model.lora and (layout.zero or layout.tensor > 1 or layout.pipeline > 1):
         raise RecipeError(
@@ -20,6 +24,7 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
         )
     if training.precision == "fp8":
         _refuse_float8(recipe, layout)
+    refuse_optimizer(recipe, layout)
     if recipe.model.freeze_encoder and layout.pipeline > 1:
         raise RecipeError(
             "model.freeze_encoder: a pipeline stage in the encoder would have nothing to train; set it "
@@ -32,7 +37,7 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             "accumulation; set it to false, or training.gradient_accumulation_steps=1"
         )
     if options.fsdp.cpu_offload and (
-        layout.zero or layout.shard * layout.replicate == 1 or layout.only_replicas
+        layout.zero or layout.shards * layout.replicate == 1 or layout.only_replicas
     ):
         raise RecipeError(
             f"distributed.fsdp.cpu_offload: nothing is sharded by FSDP under {layout}; use strategy "
@@ -46,19 +51,23 @@ def _refuse_float8(recipe: Recipe, layout: Layout) -> None:
             f"training.precision: fp8 trains on one GPU, and under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy, or use bf16"
         )
-    length = recipe.data.sequence_length
-    if recipe.task == "causal-lm" and length % MULTIPLE:
+    length, multiple = recipe.data.sequence_length, MULTIPLE * layout.context
+    if workload(recipe.task).packed and length % multiple:
         raise RecipeError(
-            f"data.sequence_length: float8 products need a multiple of {MULTIPLE}, and {length} is none; use "
-            f"{max(MULTIPLE, length - length % MULTIPLE)}, or training.precision=bf16"
+            f"data.sequence_length: float8 products need a multiple of {multiple}, and {length} is none; use "
+            f"{max(multiple, length - length % multiple)}, or training.precision=bf16"
         )
 
 
-def no_graphs(recipe: Recipe, layout: Layout) -> str | None:
-    """Why CUDA graphs cannot be captured, or None."""
-    if layout.zero or not layout.only_replicas:
+def no_graphs(recipe: Recipe, layout: Layout, captures: bool | None = None) -> str | None:
+    """Why CUDA graphs cannot be captured, or None. `captures`: whether the task can; by its name."""
+    if layout.zero or not layout.only_replicas or layout.context > 1:
         return f"graphs are captured on one GPU or under DDP, and this is {layout}"
-    if recipe.task not in ("speech-seq2seq", "causal-lm"):
+    if captures is None:
+        captures = workload(recipe.task).captures
+    if not captures and recipe.task not in WORKLOADS:
+        return "the task does not say that its steps can be captured (captures = True)"
+    if not captures:
         return f"{recipe.task} synchronizes with the GPU within a step, which cannot be captured"
     if recipe.training.activation_checkpointing != "none":
         return "activation checkpointing cannot be captured"
@@ -71,7 +80,9 @@ def refuse_tensor_conflicts(recipe: Recipe, layout: Layout, plan: ParallelPlan) 
         return
     training, options = recipe.training, recipe.distributed
     if plan.shards_sequence and options.tensor_options.sequence_parallel:
-        length = recipe.data.sequence_length
+        length = (
+            recipe.data.sequence_length
+        )  # of which context ranks have equal parts, checked before
         if length % layout.tensor:
             raise RecipeError(
                 f"data.sequence_length: {length} is not a multiple of the {layout.tensor} tensor ranks "

@@ -1,6 +1,6 @@
 """ZeRO through DeepSpeed: optimizer state, gradients or everything partitioned over all ranks.
 
-DeepSpeed keeps weights, gradients and AdamW's moments in flat partitions of its own. Losses,
+DeepSpeed keeps weights, gradients and the optimizer's state in flat partitions of its own. Losses,
 the gradient norm and checkpoints have the same form as with every other strategy.
 """
 
@@ -20,15 +20,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from muster.data.loader import Batch, Inputs
 from muster.errors import MusterError
-from muster.models.plan import ParallelPlan
 from muster.models.weights import Weights
 from muster.parallel.blocks import checkpoint_activations, find_blocks, prepare_norms
 from muster.parallel.compilation import CompilationError, compile_blocks
 from muster.parallel.deepspeed_config import ALIGNMENT_BYTES, config_for, packing_order
-from muster.parallel.engine import Builder, MakeOptimizer, StepFunctions
+from muster.parallel.default_plan import plan_of
+from muster.parallel.engine import Builder, MakeOptimizer, NamedParameters, StepFunctions
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.parallel.state import MOMENTS, init_optimizer_state, set_step
+from muster.parallel.state import by_slot, init_optimizer_state, set_step, step_of
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
 
@@ -62,7 +62,7 @@ def apply(
     with _partitioning(config, partitioned, weights is not None):
         model = builder.build_model()
     prepare_norms(model, recipe)
-    plan: ParallelPlan = model.plan  # type: ignore[assignment]
+    plan = plan_of(model, builder)
     blocks = find_blocks(model, plan.blocks, "model.preset")
     checkpoint_activations(blocks, recipe.training.activation_checkpointing)
     compiled = (
@@ -117,8 +117,9 @@ def _fill_partitions(model: nn.Module, weights: Weights, mesh: Mesh) -> None:
                 parameter.copy_(weights.read(name, shape, region, mesh.device))
 
 
-def _in_packing_order(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return sorted(model.named_parameters(), key=lambda named: packing_order(named[1].numel()))
+def _in_packing_order(model: nn.Module) -> NamedParameters:
+    named = model.named_parameters()
+    return NamedParameters(sorted(named, key=lambda pair: packing_order(pair[1].numel())))
 
 
 class ZeroEngine:
@@ -200,28 +201,25 @@ class ZeroEngine:
         return {
             "model": {n: self._shard(self._read(p, None)) for n, p in self._named_parameters()}
             | {n: b for n, b in self.parts[0].state_dict().items() if n in self._buffers()},
-            "optimizer": {
-                "step": self._step().detach().clone().cpu(),
-                **{
-                    moment: {
-                        n: self._shard(self._read(p, moment))
-                        for n, p in self._named_parameters()
-                        if p.requires_grad
-                    }
-                    for moment in MOMENTS
+            "optimizer": by_slot(
+                {
+                    n: {moment: self._shard(self._read(p, moment)) for moment in self._moments()}
+                    for n, p in self._named_parameters()
+                    if p.requires_grad
                 },
-            },
+                step_of(self.optimizer.optimizer),
+            ),
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         for name, parameter in self._named_parameters():
             self._write(parameter, None, loaded["model"][name].full_tensor())
-            for moment in MOMENTS if parameter.requires_grad else ():
+            for moment in self._moments() if parameter.requires_grad else ():
                 self._write(parameter, moment, loaded["optimizer"][moment][name].full_tensor())
         set_step(self.optimizer.optimizer, loaded)
 
     def _init_state(self) -> None:
-        """AdamW's moments, which DeepSpeed allocates at the first step, and its mapping to them."""
+        """The state that DeepSpeed allocates at the first step, and its mapping to it."""
         inner, everything = self.optimizer.optimizer, self.mesh.layout.zero == 3
         init_optimizer_state(
             inner,
@@ -241,8 +239,10 @@ class ZeroEngine:
     def _buffers(self) -> set[str]:
         return {name for name, _ in self.parts[0].named_buffers()}
 
-    def _step(self) -> Tensor:
-        return next(iter(self.optimizer.optimizer.state.values()))["step"]  # type: ignore[no-any-return]
+    def _moments(self) -> list[str]:
+        """What the optimizer keeps of each element of the weights."""
+        slots: dict[str, Tensor] = next(iter(self.optimizer.optimizer.state.values()), {})
+        return [name for name in slots if name != "step"]
 
     def _read(self, parameter: nn.Parameter, moment: str | None) -> Tensor:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

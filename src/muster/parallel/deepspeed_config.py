@@ -149,9 +149,12 @@ def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str
         for key, (value, name) in expected.items()
         if key in settings and settings[key] not in ("auto", value)
     ]
-    kind = settings.get("optimizer.type", "AdamW")
-    if str(kind).lower() not in ("adamw", "adam"):
-        wrong.append(f"optimizer.type is {kind!r} there, and muster's is AdamW")
+    kind = settings.get("optimizer.type", training.optimizer)
+    known = ("adamw", "adam") if training.optimizer == "adamw" else (training.optimizer,)
+    if str(kind).lower() not in known:
+        wrong.append(
+            f"optimizer.type is {kind!r} there and {training.optimizer} in the recipe (training.optimizer)"
+        )
     if any(key.startswith("scheduler.") for key in settings):
         wrong.append("it has a scheduler, and the schedule is the recipe's (training.schedule)")
     if wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,14 @@ from muster.parallel.graphs import Graphs
 from muster.parallel.mesh import Mesh
 from muster.parallel.timestamps import DeviceTimestamp
 
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
+
+class NamedParameters(list[tuple[str, nn.Parameter]]):
+    """A model's parameters by name; `hidden` are the names of the matrices in its blocks."""
+
+    hidden: frozenset[str] = frozenset()
+
+
+MakeOptimizer = Callable[[NamedParameters], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class StepFunctions:
 
 class Builder(Protocol):
     """Builds the model: a task."""
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Classes of repeated layers of a model that has no parallel plan."""
+        ...
 
     def build_model(self) -> nn.Module: ...
     def build_part(self, start: int, stop: int) -> nn.Module: ...
@@ -151,8 +163,8 @@ class TorchEngine:
         return global_norm(groups, self.mesh.layout, self.mesh.device) / scale
 
     def step(self, lr: float, divisor: Tensor | None = None, finite: Tensor | None = None) -> None:
-        """AdamW's fused kernel divides the gradients, and skips the update, on the device: the host does
-        not wait for either tensor."""
+        """AdamW's fused kernel, and muster.parallel.optimizers, divide the gradients and skip the update on
+        the device: the host does not wait for either tensor."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         optimizer: Any = self.optimizer
@@ -174,10 +186,15 @@ class TorchEngine:
         return self._clock.ready if self._clock else None
 
     def state(self) -> dict[str, Any]:
+        """The root stays gathered after an evaluation, which no backward pass follows: the gathered
+        parameters are others than the optimizer's."""
+        for module in (m for part in self.parts for m in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return state.named_state(self.parts, self.optimizer)
 
     def load_state(self, loaded: dict[str, Any]) -> None:
-        state.set_step(self.optimizer, loaded)
+        state.load_optimizer(self.parts, self.optimizer, loaded)
         self._weights_changed()
 
 

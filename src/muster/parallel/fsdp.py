@@ -24,7 +24,7 @@ from muster.recipe.distributed import FSDP
 
 
 def data_axes(mesh: Mesh) -> DeviceMesh:
-    """The ranks that see different data: shards alone, or copies of shards."""
+    """The ranks that see different data or tokens: shards alone, or copies of shards."""
     assert mesh.axes is not None
     return mesh.axes["replicate", "shard"] if mesh.layout.replicate > 1 else mesh.axes["shard"]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from muster.errors import RecipeError
+from muster.workloads import workload
 
 if TYPE_CHECKING:
     from muster.models.plan import ParallelPlan
     from muster.recipe.distributed import Distributed
+    from muster.recipe.schema import Recipe
 
-AXES = ("pipeline", "replicate", "shard", "tensor")  # outermost first
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # outermost first
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class Layout:
     """The size of each mesh axis; the product is the world size.
 
     `replicate` ranks hold the whole model and different data; `shard` ranks share one copy of the
-    model and still see different data; `tensor` and `pipeline` ranks share one copy and one batch.
+    model and still see different data; `tensor` and `pipeline` ranks share one copy and one batch;
+    `context` ranks share one batch, each with a part of every sequence. To the weights, context ranks are
+    like data ranks: FSDP shards over `shard` × `context`, or with `ddp` each rank has all of them.
     Ranks are numbered with `pipeline` outermost and `tensor` innermost, so that ranks that
     communicate most are closest. `zero` is DeepSpeed's ZeRO stage, 0 for none.
     """
@@ -31,6 +35,8 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     zero: int = 0
+    context: int = 1
+    ddp: bool = False  # context ranks hold all weights; without any, `shard` = 1 says so
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
@@ -41,6 +47,13 @@ class Layout:
                 f"distributed.strategy: zero{self.zero} shards over all ranks and multiplies with "
                 "nothing else; use strategy=hybrid, whose `shard` axis is FSDP"
             )
+        if self.context > 1 and self.pipeline > 1:
+            raise RecipeError(
+                f"distributed.context: {self} would send parts of sequences between pipeline stages, which "
+                "is not there; set distributed.pipeline=1, or distributed.context=1"
+            )
+        if self.ddp and (self.context == 1 or self.world != self.replicate * self.context):
+            raise ValueError(f"{self}: `ddp` is for replicas and context ranks")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -57,13 +70,40 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Which part of each global batch `rank` computes."""
-        return rank // self.tensor % self.data_ranks
+        return rank // (self.tensor * self.context) % self.data_ranks
 
     def tensor_rank(self, rank: int) -> int:
         return rank % self.tensor
 
+    def context_rank(self, rank: int) -> int:
+        """Which part of each sequence `rank` computes."""
+        return rank // self.tensor % self.context
+
     def pipeline_rank(self, rank: int) -> int:
-        return rank // (self.tensor * self.data_ranks)
+        return rank // (self.tensor * self.context * self.data_ranks)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP or ZeRO shards one copy of the weights over."""
+        return self.shard if self.ddp else self.shard * self.context
+
+    def shard_rank(self, rank: int) -> int:
+        return rank // self.tensor % self.shards
+
+    @property
+    def sharded(self) -> bool:
+        """By FSDP, which also sums the gradients of several copies."""
+        return not self.zero and not self.only_replicas and self.replicate * self.shards > 1
+
+    @property
+    def weight_sizes(self) -> dict[str, int]:
+        """The axes of FSDP and of tensor and pipeline parallelism, outermost first."""
+        return {
+            "pipeline": self.pipeline,
+            "replicate": self.replicate,
+            "shard": self.shards,
+            "tensor": self.tensor,
+        }
 
     @property
     def collective_forward(self) -> bool:
@@ -73,13 +113,13 @@ class Layout:
     @property
     def only_replicas(self) -> bool:
         """Only replicas: what DDP does."""
-        return self.world == self.replicate
+        return self.ddp or self.world == self.replicate
 
     def __str__(self) -> str:
         if self.zero:
             return f"zero{self.zero} over {self.shard} ranks"
         sizes = [f"{axis} {size}" for axis, size in self.sizes.items() if size > 1]
-        return " × ".join(sizes) or "one rank"
+        return " × ".join(sizes) + (" (DDP)" if self.ddp else "") or "one rank"
 
     def check_world(self, world: int) -> None:
         if self.world != world:
@@ -91,15 +131,12 @@ class Layout:
     def check_model(self, plan: ParallelPlan, name: str, stages_per_rank: int = 1) -> None:
         """Refuse sizes that this model cannot be split into, with the number to change."""
         if self.tensor > 1 and not plan.tensor:
-            raise _unsupported(name, "tensor")
+            raise _unsupported(name, "tensor", plan.no_tensor)
         if self.pipeline > 1 and not plan.layers:
             raise _unsupported(name, "pipeline")
-        for what, size in (("heads", plan.heads), ("key-value heads", plan.kv_heads)):
-            if size % self.tensor:
-                raise RecipeError(
-                    f"distributed.tensor: {self.tensor} does not divide the {size} {what} of {name}; "
-                    f"use {_divisors(math.gcd(plan.heads, plan.kv_heads))}"
-                )
+        if self.context > 1 and not plan.context:
+            raise _unsupported(name, "context")
+        self.check_heads(plan.heads, plan.kv_heads, name)
         stages = self.pipeline * stages_per_rank
         if self.pipeline > 1 and stages > plan.layers:
             raise RecipeError(
@@ -108,10 +145,43 @@ class Layout:
                 f"{plan.layers // stages_per_rank} pipeline ranks (distributed.pipeline, or --gpus)"
             )
 
+    def check_sequences(self, recipe: Recipe) -> None:
+        """Refuse context ranks where there are no sequences of tokens, or none that divide evenly."""
+        if self.context == 1:
+            return
+        if not workload(recipe.task).packed:
+            raise RecipeError(
+                f"distributed.context: {self.context}, but only causal-lm has sequences that ranks can "
+                f"share, and this is {recipe.task}; set it to auto"
+            )
+        length = recipe.data.sequence_length
+        sharded = self.tensor if recipe.distributed.tensor_options.sequence_parallel else 1
+        unit = math.lcm(2 * self.context, self.context * sharded)
+        if length % unit:
+            near = [
+                size for size in (length - length % unit, length - length % unit + unit) if size
+            ]
+            raise RecipeError(
+                f"data.sequence_length: {length} is not a multiple of {unit}, which {self} needs: each "
+                "context rank has two equal parts of every sequence; use "
+                f"{' or '.join(map(str, near))}, or change distributed.context"
+            )
 
-def _unsupported(name: str, technique: str) -> RecipeError:
+    def check_heads(self, heads: int, kv_heads: int, name: str) -> None:
+        """Tensor ranks have whole heads."""
+        for what, size in (("heads", heads), ("key-value heads", kv_heads)):
+            if size % self.tensor:
+                raise RecipeError(
+                    f"distributed.tensor: {self.tensor} does not divide the {size} {what} of {name}; "
+                    f"use {_divisors(math.gcd(heads, kv_heads))}"
+                )
+
+
+def _unsupported(name: str, technique: str, reason: str = "") -> RecipeError:
+    key = "context" if technique == "context" else "strategy"
+    why = f" ({reason})" if reason else ""
     return RecipeError(
-        f"distributed.strategy: {name} has no {technique}-parallel plan; it trains with "
+        f"distributed.{key}: {name} has no {technique}-parallel plan{why}; it trains with "
         "ddp, fsdp, hsdp, zero1, zero2, zero3"
     )
 
@@ -120,7 +190,8 @@ def _divisors(number: int) -> str:
     return " or ".join(str(d) for d in range(1, number + 1) if number % d == 0)
 
 
-Preset = Callable[[int, "Distributed", int], Layout]  # world, options, ranks on each machine
+# world, options, ranks on each machine; without context ranks
+Preset = Callable[[int, "Distributed", int], Layout]
 
 
 def _shard_all(world: int, options: Distributed, local_world: int) -> Layout:
@@ -157,20 +228,22 @@ def _split(axis: str) -> Preset:
     def layout(world: int, options: Distributed, local_world: int) -> Layout:
         size = getattr(options, axis)
         size = size if isinstance(size, int) else world
-        return Layout(**{axis: size}, replicate=_rest(world, size, axis))
+        sizes: dict[str, Any] = {axis: size}
+        return Layout(**sizes, replicate=_rest(world, size, axis))
 
     return layout
 
 
 def _product(world: int, options: Distributed, local_world: int) -> Layout:
-    """The four sizes; of those left open, `shard` takes the rest and the others are 1."""
+    """The sizes; of those left open, `shard` takes the rest and the others are 1."""
     sizes = {axis: getattr(options, axis) for axis in AXES}
     if all(size == "auto" for size in sizes.values()):
         raise RecipeError(
             "distributed.strategy: hybrid needs sizes; set for instance distributed.tensor=2, and "
             "the rest is sharded"
         )
-    given = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    sizes.pop("context")
+    given: dict[str, Any] = {a: size for a, size in sizes.items() if isinstance(size, int)}
     if "shard" not in given:
         given["shard"] = _rest(world, math.prod(given.values()), " × ".join(given))
     return Layout(**given)
@@ -195,10 +268,19 @@ PRESETS: dict[str, Preset] = {
     "zero3": _zero(3),
     "tensor": _split("tensor"),
     "pipeline": _split("pipeline"),
+    "context": lambda world, options, local_world: Layout(replicate=world),
     "hybrid": _product,
 }
 
-SIZES_OF = {"hsdp": {"replicate", "shard"}, "tensor": {"tensor"}, "pipeline": {"pipeline"}}
+SIZES_OF = {
+    "auto": {"context"},
+    "ddp": {"context"},
+    "fsdp": {"context"},
+    "hsdp": {"replicate", "shard", "context"},
+    "tensor": {"tensor"},
+    "pipeline": {"pipeline"},
+    "context": {"context"},
+}
 
 
 NO_DEEPSPEED = {
@@ -228,12 +310,14 @@ def layout_for(
     default all of them on one."""
     name = strategy or options.strategy
     name = "ddp" if name == "auto" else name
+    local = local_world or world
     if name != "hybrid":
         for axis in AXES:
             if getattr(options, axis) != "auto" and axis not in SIZES_OF.get(name, set()):
                 raise RecipeError(
                     f"distributed.{axis} is set, but strategy {name} does not use it; use "
-                    f"strategy=hybrid, or set distributed.{axis}=auto"
+                    f"{'ddp, fsdp, hsdp or ' if axis == 'context' else ''}strategy=hybrid, or set "
+                    f"distributed.{axis}=auto"
                 )
     zero = options.deepspeed
     unused = [k for k, v in vars(zero).items() if v not in (None, "none")]
@@ -242,7 +326,18 @@ def layout_for(
             f"distributed.deepspeed.{unused[0]} is set, but strategy {name} does not use DeepSpeed; use "
             "zero1, zero2 or zero3"
         )
-    layout = PRESETS[name](world, options, local_world or world)
+    whole = world if name == "context" else 1
+    context = options.context if isinstance(options.context, int) else whole
+    rest = _rest(world, context, "context")
+    try:
+        layout = PRESETS[name](rest, options, max(1, local // context))
+    except RecipeError as error:
+        if context == 1:
+            raise
+        raise RecipeError(
+            f"{error} (of the {world} ranks, {context} share each sequence, by distributed.context)"
+        ) from None
+    layout = replace(layout, context=context, ddp=name == "ddp" and context > 1)
     layout.check_world(world)
     return layout
 
@@ -251,6 +346,8 @@ def strategy_name(layout: Layout) -> str:
     """The strategy with these sizes."""
     if layout.zero:
         return f"zero{layout.zero}"
+    if layout.ddp:
+        return "ddp"
     used = [axis for axis, size in layout.sizes.items() if size > 1]
     names = {
         (): "single",
@@ -259,5 +356,9 @@ def strategy_name(layout: Layout) -> str:
         ("replicate", "shard"): "hsdp",
         ("tensor",): "tensor",
         ("pipeline",): "pipeline",
+        ("context",): "context",
+        ("shard", "context"): "fsdp",
+        ("replicate", "context"): "hsdp",
+        ("replicate", "shard", "context"): "hsdp",
     }
     return names.get(tuple(used), "hybrid")

@@ -24,10 +24,19 @@ def materialise(
     change them.
     """
     model.to_empty(device=resting or device)
+    restore_buffers(model, device)
     for name, parameter in model.named_parameters():
         local, region = local_part(parameter)
         if local.numel():
             local.copy_(weights.read(name, tuple(parameter.shape), region, device))
+
+
+def restore_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers that no checkpoint holds, in models that compute them when they are built."""
+    for module in model.modules():
+        restore = getattr(module, "restore_buffers", None)
+        if restore is not None:
+            restore(device)
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, Region]:

@@ -17,7 +17,7 @@ from muster.errors import LaunchError
 from muster.hardware import inventory, rehearsal
 from muster.hardware.amd import NO_ROCM
 from muster.hardware.inventory import Inventory
-from muster.parallel.layout import AXES, Layout
+from muster.parallel.layout import Layout
 from muster.torch_internals import _set_pg_timeout
 
 Backend = Literal["auto", "nccl", "gloo"]
@@ -26,8 +26,8 @@ Backend = Literal["auto", "nccl", "gloo"]
 @dataclass(frozen=True)
 class Mesh:
     """One rank of the process group. `background` is a second group, for the checkpoint
-    thread: two threads must never share one. `axes` has a group for each axis of the layout; DDP,
-    ZeRO and a single process need none."""
+    thread: two threads must never share one. `axes` has a group for each axis of the weights; DDP,
+    ZeRO and a single process need none. `context` is the group that shares this rank's sequences."""
 
     rank: int
     local_rank: int
@@ -38,6 +38,7 @@ class Mesh:
     limit: datetime.timedelta = datetime.timedelta(seconds=600)  # of every collective
     local_world: int = 1  # ranks on this machine
     ranks_per_gpu: int = 1  # more in a rehearsal
+    context: Any = None
 
     @property
     def world(self) -> int:
@@ -52,10 +53,19 @@ class Mesh:
         return self.layout.data_rank(self.rank)
 
     @property
-    def is_reporter(self) -> bool:
-        """Whether this rank reports for those that share its data: it has the last layers, and so the loss."""
+    def context_rank(self) -> int:
+        return self.layout.context_rank(self.rank)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether this rank's loss counts: it has the last layers. Context ranks have a part each."""
         last = self.layout.pipeline_rank(self.rank) == self.layout.pipeline - 1
         return last and self.layout.tensor_rank(self.rank) == 0
+
+    @property
+    def is_reporter(self) -> bool:
+        """Whether this rank reports for those that share its data."""
+        return self.has_loss and self.context_rank == 0
 
     def sum(self, *values: float, everyone: float = 0.0) -> list[float]:
         """Each value summed over the ranks that see different data, in float64, and after them
@@ -68,11 +78,11 @@ class Mesh:
         return packed.tolist()
 
     def total(self, value: Tensor) -> Tensor:
-        """A scalar summed over the ranks that see different data, in float64 on their devices."""
+        """A loss summed over the ranks that see different data or tokens, in float64 on their devices."""
         value = value.detach().double()
         if self.world == 1:
             return value
-        summed = value.clone() if self.is_reporter else torch.zeros_like(value)
+        summed = value.clone() if self.has_loss else torch.zeros_like(value)
         dist.all_reduce(summed)
         return summed
 
@@ -95,7 +105,8 @@ class Mesh:
     def with_layout(self, layout: Layout) -> Mesh:
         """The same ranks in another layout. A collective call."""
         layout.check_world(self.world)
-        return replace(self, layout=layout, axes=_axes(layout, self.device, self.limit))
+        axes, context = _axes(layout, self.device, self.limit)
+        return replace(self, layout=layout, axes=axes, context=context)
 
 
 def bind_device(local_rank: int) -> torch.device:
@@ -183,9 +194,11 @@ def join(
     background = dist.new_group(backend="gloo", timeout=limit)
     if rehearsal.active() and device.type == "cuda":
         ranks_per_gpu = _share_gpu(device, layout.world)
-    axes = _axes(layout, device, limit)
+    axes, context = _axes(layout, device, limit)
     here = local_world or layout.world
-    return Mesh(rank, local_rank, layout, device, background, axes, limit, here, ranks_per_gpu)
+    return Mesh(
+        rank, local_rank, layout, device, background, axes, limit, here, ranks_per_gpu, context
+    )
 
 
 def _share_gpu(device: torch.device, world: int) -> int:
@@ -199,15 +212,31 @@ def _share_gpu(device: torch.device, world: int) -> int:
 
 
 @cache
-def _axes(layout: Layout, device: torch.device, limit: datetime.timedelta) -> DeviceMesh | None:
-    """Process groups along every axis, cached by layout since they are never destroyed."""
-    if layout.only_replicas or layout.zero:
-        return None
-    sizes = tuple(layout.sizes[axis] for axis in AXES)
-    axes = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    for axis in AXES:  # init_device_mesh uses the default timeout
-        _set_pg_timeout(limit, axes[axis].get_group())
-    return axes
+def _axes(
+    layout: Layout, device: torch.device, limit: datetime.timedelta
+) -> tuple[DeviceMesh | None, Any]:
+    """Process groups, cached by layout since they are never destroyed."""
+    axes, context = make_axes(layout, device.type)
+    groups = [] if context is None else [context]
+    for axis in layout.weight_sizes if axes is not None else ():
+        groups.append(axes[axis].get_group())  # type: ignore[index]
+    for group in groups:  # init_device_mesh uses the default timeout
+        _set_pg_timeout(limit, group)
+    return axes, context
+
+
+def make_axes(layout: Layout, kind: str) -> tuple[DeviceMesh | None, Any]:
+    """The mesh of the weights, where there is one, and this rank's context group."""
+    axes = context = None
+    if layout.context > 1:
+        others = layout.world // (layout.context * layout.tensor)
+        shape = (others, layout.context, layout.tensor)
+        every = init_device_mesh(kind, shape, mesh_dim_names=("others", "context", "tensor"))
+        context = every["context"].get_group()
+    if not (layout.only_replicas or layout.zero):
+        sizes = layout.weight_sizes
+        axes = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return axes, context
 
 
 def leave() -> None:

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from muster.data.loader import IGNORE, Batch, Inputs
 from muster.models.plan import ParallelPlan
 from muster.models.whisper.search import Search
-from muster.parallel import state
 from muster.parallel.engine import StepFunctions, TorchEngine, full_tensor
 from muster.parallel.gradients import redistributed_gradient
 from muster.parallel.mesh import Mesh
@@ -95,9 +94,9 @@ class PipelineEngine(TorchEngine):
         for copy in self.tied[:-1]:
             with torch.no_grad():
                 copy.copy_(self.tied[-1])
-            for moment in state.MOMENTS:
-                moments = self.optimizer.state
-                moments[copy][moment].copy_(moments[self.tied[-1]][moment])
+            held = self.optimizer.state
+            for slot, tensor in held[copy].items():
+                tensor.copy_(held[self.tied[-1]][slot])
 
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         rows = max(len(batch.ids) for batch in batches)

@@ -65,6 +65,8 @@ def _style(
             return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1))
         case "norm" if sequence:
             return SequenceParallel()
+        case "head-norm":  # whose gradient is a sum over the heads of all ranks
+            return SequenceParallel(sequence_dim=1, use_local_output=True)
         case "gather":
             return _Gather(stream)
         case "gather-both":

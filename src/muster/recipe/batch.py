@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import RecipeError
-from muster.recipe.schema import Recipe, Training
+from muster.recipe.schema import Recipe
+from muster.recipe.training import Training
 
 WAYS = 16  # to run one global batch, at most, that a search looks at
 WASTE = 1 / 8  # the most that one of them leaves empty

@@ -30,8 +30,10 @@ class Tokenizer(Section):
     kind: Literal["auto", "characters", "subwords", "bytes", "huggingface"] = Field(
         "auto",
         description="speech-ctc: `characters`, or `subwords`, byte-pair units learned from the training "
-        "text. Language: `bytes`, or `huggingface`, a folder named by `path`. speech-seq2seq: those "
-        "two or `subwords`. `auto`: characters for speech-ctc; else the tokenizer beside "
+        "text; with `model.pretrained` also `huggingface`, the vocabulary of the folder, or of `path` for a "
+        "fresh head. Language: `bytes`, or `huggingface`, a folder named by `path`. speech-seq2seq: those "
+        "two or `subwords`. `auto`: characters for speech-ctc, but the vocabulary of a "
+        "`model.pretrained` with a CTC head; else the tokenizer beside "
         "`model.pretrained`; else subwords for speech-seq2seq and bytes for language.",
     )
     path: str | None = Field(
@@ -83,12 +85,14 @@ class Data(Section):
         description="`clip`: mean and variance of each clip; `fixed`: one constant, needed for streaming.",
     )
     spec_augment: SpecAugment | None = fixed(
-        default_factory=lambda: SpecAugment(), description="`null` turns augmentation off."
+        default_factory=lambda: SpecAugment(),
+        description="`null` turns augmentation off. Models over raw audio take the time masks alone.",
     )
     tokenizer: Tokenizer = fixed(default_factory=lambda: Tokenizer())
     lowercase: bool | Auto = fixed(
         "auto",
-        description="Lower the case of transcripts before tokenizing. `auto`: for speech-ctc.",
+        description="Lower the case of transcripts before tokenizing. `auto`: for speech-ctc, unless a "
+        "pretrained model's vocabulary has both cases.",
     )
     window: Annotated[float, Field(gt=0, le=30)] | Literal["bucket"] = fixed(
         30.0,

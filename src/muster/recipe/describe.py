@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import yaml
 
-from muster.recipe import aliases
+from muster.recipe import aliases, foreign
 from muster.recipe.schema import Recipe
 
 
@@ -33,10 +33,11 @@ class Key:
     choices: tuple[str, ...] = ()  # names that it takes
     off: bool = False  # a section that is null unless it is given
     resume: Literal["fixed", "free"] | None = None  # None: its section says it, or its own keys do
+    open: bool = False  # its keys are not muster's
 
     @property
     def is_section(self) -> bool:
-        return "object" in self.kinds
+        return "object" in self.kinds and not self.open
 
 
 @cache
@@ -50,8 +51,13 @@ def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Ite
     for name, entry in node["properties"].items():
         options = [_follow(option, definitions) for option in entry.get("anyOf", [entry])]
         dotted = prefix + name
-        section = next((option for option in options if option.get("type") == "object"), None)
-        words = [_words(option) for option in options if option.get("type") != "null"]
+        section = next((option for option in options if "properties" in option), None)
+        words = [
+            word
+            for option in options
+            if option.get("type") != "null"
+            for word in _choices(option) or [_words(option)]
+        ]
         if section is not None:
             first = next(iter(section["properties"]))
             words = [f"keys of its own, such as {dotted}.{first}"]
@@ -64,6 +70,7 @@ def _walk(node: dict[str, Any], definitions: dict[str, Any], prefix: str) -> Ite
             choices=tuple(name for option in options for name in _choices(option)),
             off=section is not None and "default" in entry and entry["default"] is None,
             resume=entry.get("resume"),
+            open=section is None and entry.get("type") == "object",
         )
         if section is not None:
             yield from _walk(section, definitions, dotted + ".")
@@ -86,6 +93,8 @@ def _words(option: dict[str, Any]) -> str:
     """One alternative of a key's type as a person would say it."""
     if choices := _choices(option):
         return either(choices)
+    if "words" in option:
+        return str(option["words"])
     kind = option["type"]
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _bounds(option)
@@ -129,19 +138,35 @@ def closest(name: str, names: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
+NEAR = 0.7  # between what typing errors score and what unrelated words do; both are in the tests
+
+
 def nearest(name: str) -> str | None:
-    """The key that `name` most likely meant: by its spelling, or by its last word elsewhere."""
+    """The key that `name` most likely meant, if any is near: by its last word, and by its section."""
     known = {key: key for key in keys()} | {row.old: row.new for row in aliases.TABLE}
+    section, _, leaf = name.rpartition(".")
 
     def alike(one: str, other: str) -> float:
         return difflib.SequenceMatcher(None, one, other).ratio()
 
     def score(candidate: str) -> float:
-        leaf = alike(candidate.rpartition(".")[2], name.rpartition(".")[2])
-        return max(alike(candidate, name), 0.95 * leaf)
+        its_section, _, its_leaf = candidate.rpartition(".")
+        short, long = sorted((leaf, its_leaf), key=len)
+        part = len(short) > 2 and (long.startswith(short) or long.endswith(f"_{short}"))
+        same = section == its_section != "" and part  # such as num_workers for workers
+        words = max(alike(leaf, its_leaf), 0.8 if same else 0.0)
+        usual = 0.01 if not section and its_section == "training" else 0.0
+        return words * (0.85 + 0.15 * alike(section, its_section)) + usual
 
     best = max(known, key=score)
-    return known[best] if score(best) >= 0.6 else None
+    return known[best] if score(best) >= NEAR else None
+
+
+def instead(name: str) -> str:
+    """What to write in place of the unknown key `name`."""
+    known = foreign.answer(name, {key.rpartition(".")[2]: key for key in keys()})
+    near = None if known else nearest(name)
+    return known or (f"nearest is {near}" if near else "`muster recipe schema` lists them all")
 
 
 def mismatch(key: Key, value: Any) -> str:
@@ -204,7 +229,7 @@ def _rows(values: dict[str, Any], prefix: str, rows: list[tuple[str, str]]) -> N
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key = keys()[prefix + name]
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not key.open:
             rows.append((f"{indent}{name}:", key.description))
             _rows(value, prefix + name + ".", rows)
             continue
@@ -253,9 +278,11 @@ def schema_table() -> str:
     return "\n".join(lines)
 
 
-def update_manual(page: str) -> str:
-    """`page` with the tables between its markers written anew from the code."""
-    for name, table in (("keys", schema_table()), ("aliases", aliases.alias_table())):
+def update_manual(page: str, tables: Mapping[str, str] | None = None) -> str:
+    """`page` with the tables between its markers written anew from the code; by default those of
+    docs/recipe.md."""
+    tables = tables or {"keys": schema_table(), "aliases": aliases.alias_table()}
+    for name, table in tables.items():
         start, end = f"<!-- {name}: generated -->", f"<!-- {name}: end -->"
         head, found, rest = page.partition(start)
         if not found or end not in rest:
@@ -264,9 +291,16 @@ def update_manual(page: str) -> str:
     return page
 
 
+def foreign_tables() -> dict[str, str]:
+    """Those of docs/coming-from.md."""
+    return {name: foreign.foreign_table(name) for name in foreign.TABLE}
+
+
 if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    manual = Path(sys.argv[1])
-    manual.write_text(update_manual(manual.read_text(encoding="utf-8")), encoding="utf-8")
+    for manual in map(Path, sys.argv[1:]):
+        tables = foreign_tables() if manual.stem == "coming-from" else None
+        page = manual.read_text(encoding="utf-8")
+        manual.write_text(update_manual(page, tables), encoding="utf-8")

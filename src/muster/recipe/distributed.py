@@ -112,11 +112,21 @@ class Distributed(Section):
         "auto", description="Ranks on this machine; `--gpus N` sets it."
     )
     strategy: Literal[
-        "auto", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "tensor", "pipeline", "hybrid"
+        "auto",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "tensor",
+        "pipeline",
+        "context",
+        "hybrid",
     ] = free(
         "auto",
         description="Parallelism strategy. `auto` takes the fastest that fits by the planner's estimate, and of those within 8 % of it "
-        "the simplest (on CPUs: ddp if the model fits, else fsdp); `hybrid` multiplies the four sizes below.",
+        "the simplest (on CPUs: ddp if the model fits, else fsdp); `hybrid` multiplies the sizes below.",
     )
     replicate: Positive | Auto = free(
         "auto",
@@ -131,6 +141,11 @@ class Distributed(Section):
     )
     pipeline: Positive | Auto = free(
         "auto", description="Ranks that split the layers (pipeline, hybrid)."
+    )
+    context: Positive | Auto = free(
+        "auto",
+        description="Ranks that share every sequence, each with a part of its tokens (auto, ddp, fsdp, hsdp, "
+        "context, hybrid). `auto`: all under `context`, else 1.",
     )
     backend: Literal["auto", "nccl", "gloo"] = free(
         "auto", description="nccl for GPUs, gloo for CPUs."

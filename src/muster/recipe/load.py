@@ -14,7 +14,7 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,9 +25,11 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from muster.errors import RecipeError
-from muster.recipe import aliases
-from muster.recipe.describe import closest, keys, mismatch, nearest, to_yaml
+from muster.recipe import aliases, length, own_task
+from muster.recipe.describe import closest, instead, keys, mismatch, to_yaml
+from muster.recipe.overrides import plain
 from muster.recipe.schema import Recipe
+from muster.recipe.training import unused_by
 
 __all__ = ["Loaded", "from_resolved", "list_recipes", "load", "read", "to_yaml"]
 
@@ -49,17 +51,29 @@ class Loaded(NamedTuple):
     renamed: dict[str, str]  # older names that were used → the keys they stand for, or why none
 
 
-def load(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe called `name_or_path`, or in that YAML file, with `key=value` overrides."""
-    return read(name_or_path, overrides).recipe
+Source = str | Mapping[str, Any]  # a shipped recipe's name, a YAML file, or the document itself
 
 
-def read(name_or_path: str, overrides: Sequence[str] = ()) -> Loaded:
+def load(recipe: Source, overrides: Sequence[str] = ()) -> Recipe:
+    """The shipped recipe of that name, the YAML file, or the document, with `key=value` overrides."""
+    return read(recipe, overrides).recipe
+
+
+def read(recipe: Source, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load`, and also says which older key names were used, so that a caller can tell."""
-    path = _find(name_or_path)
-    config = _compose(path)
+    if isinstance(recipe, str):
+        file = _find(recipe)
+        beside, config = [file.parent], _compose(file)
+    else:
+        beside, config = [], _from_document(recipe)
     _apply(config, overrides)
-    return _finish(config)
+    loaded = _finish(config)
+    folders = [Path(), *beside]
+    if not any(
+        text.startswith("task=") for text in overrides
+    ):  # else it was typed in this directory
+        folders.reverse()
+    return loaded._replace(recipe=own_task.located(loaded.recipe, folders))
 
 
 def from_resolved(path: str | Path) -> Recipe:
@@ -67,7 +81,8 @@ def from_resolved(path: str | Path) -> Recipe:
     because a run may be older than the muster that reads it."""
     config = OmegaConf.create(_parse(Path(path)))
     assert isinstance(config, DictConfig)
-    return _finish(config).recipe
+    found = _finish(config).recipe
+    return own_task.located(found, [Path(path).parent], must_exist=False)
 
 
 def list_recipes() -> list[tuple[str, str]]:
@@ -140,6 +155,23 @@ def _compose(path: Path) -> DictConfig:
     return config
 
 
+def _from_document(document: Mapping[str, Any]) -> DictConfig:
+    """A dict's own keys, on top of the recipes that its `defaults` list names."""
+    own = plain(document)
+    names = own.pop("defaults", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RecipeError(
+            f"defaults: got {names!r}, expected a list of recipes, such as ['gpt-micro']"
+        )
+    try:
+        layers = [_compose(_find(name)) for name in names if name != "_self_"]
+        config = OmegaConf.merge(*layers, OmegaConf.create(own))
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{error.full_key or 'recipe'}: {_one_line(error)}") from None
+    assert isinstance(config, DictConfig)
+    return config
+
+
 @cache
 def _composed_once(path: Path) -> DictConfig:
     """Of a shipped recipe, which does not change; Hydra takes a tenth of a second."""
@@ -177,11 +209,12 @@ def _composed(path: Path) -> DictConfig:
         finally:
             GlobalHydra.instance().hydra = outer  # a new instance by now
     OmegaConf.set_struct(config, False)
+    length.replace_other(config, length.of_file(path, _parse, SHIPPED))
     return config
 
 
 def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
-    given: set[str] = set()
+    given: dict[str, Any] = {}
     for text in overrides:
         key, value, delete = _parse_override(text)
         try:
@@ -190,10 +223,17 @@ def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
                 continue
             for leaf, leaf_value in _leaves(key, value):
                 OmegaConf.update(config, leaf, leaf_value, merge=True, force_add=True)
-                given.add(leaf)
-                aliases.outrank(config, leaf, leaf_value, given)
+                given[leaf] = leaf_value
+                aliases.outrank(config, leaf, leaf_value, set(given))
         except OmegaConfBaseException as error:
             raise RecipeError(f"{key}: cannot be set: {_one_line(error)}") from None
+    length.replace_other(config, given)
+    for name in (
+        unused_by(str(given.get("training.optimizer", ""))) if "training.optimizer" in given else ()
+    ):
+        key = f"training.{name}"  # of the file's optimizer
+        if key not in given and aliases.has(config, key):
+            aliases.delete(config, key)
 
 
 def _parse_override(text: str) -> tuple[str, Any, bool]:
@@ -285,9 +325,7 @@ def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield dotted, f"a file nests its keys; write {leaf} under {section}"
         elif key is None:
             for leaf, _ in _leaves(dotted, value):
-                near = nearest(leaf)
-                hint = f"nearest is {near}" if near else "`muster recipe schema` lists them all"
-                yield leaf, f"no such key; {hint}"
+                yield leaf, f"no such key; {instead(leaf)}"
         elif value == MISSING:
             yield dotted, f"has no value yet; give it: {dotted}=VALUE"
         elif key.is_section and isinstance(value, dict):

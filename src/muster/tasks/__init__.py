@@ -1,23 +1,26 @@
-"""Workloads. Adding one is adding a file here, a line in `TASKS` and a recipe."""
+"""Workloads. Adding one is adding a file here, a line in `muster.workloads` and a recipe."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+from muster.recipe.own_task import parse
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
-
-TASKS = {
-    "speech-ctc": "muster.tasks.speech_ctc:SpeechCTC",
-    "speech-seq2seq": "muster.tasks.speech_seq2seq:SpeechSeq2Seq",
-    "causal-lm": "muster.tasks.causal_lm:CausalLM",
-    "image-classification": "muster.tasks.image_classification:ImageClassification",
-}
+from muster.workloads import WORKLOADS
 
 
 def build_task(recipe: Recipe, assets: dict[str, Any] | None = None) -> Task:
     """The recipe's workload. `assets`, from a checkpoint, spare it from looking at training data."""
-    module, name = TASKS[recipe.task].split(":")
+    own = parse(recipe.task)
+    if own is not None:
+        from muster.tasks.own import build_own
+
+        return build_own(own, recipe, assets)
+    where = WORKLOADS[recipe.task].where
+    if recipe.task == "speech-ctc" and recipe.model.pretrained is not None:
+        where = "muster.tasks.speech_encoder:SpeechEncoder"
+    module, name = where.split(":")
     task: Task = getattr(import_module(module), name)(recipe, assets)
     return task

@@ -21,15 +21,18 @@ from muster.data.text.packing import PackedSample, PackedSource
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
-from muster.models.decoder import Decoder, Part, initial_std
+from muster.models.decoder import INITIAL_STD, Decoder, Part, initial_std
+from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe
-from muster.tasks.base import AnyRank, Counts, Lengths, Score
+from muster.recipe.shape import check_length
+from muster.tasks.base import Counts, Score, Task
 from muster.tasks.likelihood import negative_log_likelihood
 
 
-class CausalLM:
-    """A decoder over packed sequences; GPT-2 and Llama shapes, fresh or pretrained."""
+class CausalLM(Task):
+    """A decoder over packed sequences, fresh or pretrained: GPT-2 and Llama shapes, or one that
+    transformers builds."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
         self.recipe = recipe
@@ -38,38 +41,56 @@ class CausalLM:
         self.family: str | None = None  # model_type of the pretrained folder
         if assets is not None:
             self.tokenizer = Tokenizer.from_json(assets["tokenizer"])
-            self.config, self.family = _config_from_json(assets["config"]), assets["family"]
+            trusted = recipe.model.trust_remote_code
+            self.config = _config_from_json(assets["config"], trust_remote_code=trusted)
+            self.family = assets["family"]
+            self._std = assets.get("initial_std", INITIAL_STD)
         else:
             self._folder = _pretrained(recipe)
             wanted = recipe.data.tokenizer
             self.tokenizer = tokens.choose(wanted.kind, wanted.path, self._folder)
             self.config = self._configure()
+            self._std = self._initial_std()
         self._check()
         self.assets = {
             "tokenizer": self.tokenizer.to_json(),
             "config": dataclasses.asdict(self.config),
             "family": self.family,
+            "initial_std": self._std,
         }
 
     def build_model(self) -> nn.Module:
-        return self._adapted(Decoder(self.config))
+        if isinstance(self.config, DecoderConfig):
+            return self._adapted(Decoder(self.config))
+        from muster.models.huggingface.transformers_model import TransformersLM
+
+        return self._adapted(TransformersLM(self.config))
 
     def build_part(self, start: int, stop: int) -> nn.Module:
+        assert isinstance(self.config, DecoderConfig)  # no other has a pipeline plan
         return self._adapted(Decoder(self.config, Part(start, stop, self.config.layers)))
 
     def weights(self) -> Weights:
-        base: Weights = FreshWeights(self.recipe.seed, lambda name: initial_std(self.config, name))
-        if self.recipe.model.pretrained:
-            from muster.models.huggingface.folder import FolderWeights
-
-            self._folder = self._folder or _pretrained(self.recipe)
-            assert self._folder is not None
-            base = FolderWeights(self._folder, self.config)
+        base = self._base_weights()
         if self.recipe.model.lora:
             from muster.models.lora import AdapterWeights
 
             base = AdapterWeights(base, self.recipe.seed)
         return base
+
+    def _base_weights(self) -> Weights:
+        config = self.config
+        if self.recipe.model.pretrained:
+            from muster.models.huggingface.folder import folder_weights
+
+            self._folder = self._folder or _pretrained(self.recipe)
+            assert self._folder is not None
+            return folder_weights(self._folder, config)
+        if isinstance(config, DecoderConfig):
+            return FreshWeights(self.recipe.seed, lambda name: initial_std(config, name, self._std))
+        from muster.models.huggingface.transformers_weights import FreshTransformersWeights
+
+        return FreshTransformersWeights(self.recipe.seed, config)
 
     def source(self, split: Split) -> PackedSource | None:
         if split not in self._sources:
@@ -102,18 +123,11 @@ class CausalLM:
             amounts={"tokens": float(units)},
         )
 
-    def windows(self, lengths: Lengths, *, training: bool) -> None:
-        return None
-
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
-
     def inputs(self, batch: Batch) -> Inputs:
-        names = ("positions", "documents") if self.recipe.data.isolate_documents else ()
+        names: tuple[str, ...] = ("positions",) if batch.part is not None else ()
+        if self.recipe.data.isolate_documents:
+            names = ("positions", "documents")
         return Inputs((batch["tokens"],), {name: batch[name] for name in names})
-
-    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
-        return self.inputs(batch)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return negative_log_likelihood(output, batch["targets"], self.config.vocab, "sum")
@@ -121,8 +135,9 @@ class CausalLM:
     def score(self, output: Tensor, batch: Batch) -> Score:
         vocab = self.config.vocab
         nll = negative_log_likelihood(output, batch["targets"], vocab, "none").double().sum()
-        written = batch["bytes"].sum()
-        return Score({"nll": float(nll), "tokens": float(batch.units), "bytes": float(written)})
+        tokens = (batch["targets"] != IGNORE).sum()
+        written = 0 if batch.part else batch["bytes"].sum()  # counted with the first part
+        return Score({"nll": float(nll), "tokens": float(tokens), "bytes": float(written)})
 
     def summarise(self, counts: Counts) -> dict[str, float]:
         """`loss` in nats per token. Bits per byte compare models with different tokenizers."""
@@ -135,36 +150,57 @@ class CausalLM:
             "bytes": counts["bytes"],
         }
 
-    def _configure(self) -> DecoderConfig:
-        wanted = self.recipe.model
-        if self._folder is not None:
-            from muster.models.huggingface import folder as huggingface
+    def example(self) -> PackedSample:
+        length = self.recipe.data.sequence_length
+        row = np.zeros(length + 1, np.int64)
+        return PackedSample(0, row, length, row[:-1], row[:-1])
 
-            self.family = huggingface.read_family(self._folder)
-            config = huggingface.read_config(self._folder)
+    def _configure(self) -> DecoderConfig | TransformersConfig:
+        wanted = self.recipe.model
+        if self._folder is not None or wanted.config is not None:
+            from muster.models.huggingface import folder as huggingface
+            from muster.models.huggingface.locate import refuse_no_weights
+
+            key = "model.pretrained" if self._folder else "model.config"
+            if self._folder:
+                refuse_no_weights(self._folder)
+            where = self._folder or Path(str(wanted.config)).expanduser()
+            self.family, config = huggingface.read_any(
+                where, key, wanted.dropout, trust_remote_code=wanted.trust_remote_code
+            )
             if wanted.vocab_size not in (None, config.vocab):
                 raise RecipeError(
-                    f"model.vocab_size: {wanted.vocab_size}, but {wanted.pretrained} has "
+                    f"model.vocab_size: {wanted.vocab_size}, but {wanted.title} has "
                     f"{config.vocab} rows; set it to null"
                 )
-            return dataclasses.replace(config, dropout=wanted.dropout)
+            return config
         vocab = wanted.vocab_size or self.tokenizer.size
-        models.check_preset(self.recipe.task, wanted.preset)
-        found = models.configure(wanted.preset, vocab=vocab, dropout=wanted.dropout)
+        models.check_preset(self.recipe.task, wanted.preset, wanted.sizes)
+        found = models.configure(wanted.preset, wanted.sizes, vocab=vocab, dropout=wanted.dropout)
         assert isinstance(found, DecoderConfig)
         return found
 
+    def _initial_std(self) -> float:
+        if self.recipe.model.config is None:
+            return INITIAL_STD
+        from muster.models.huggingface.config import ConfigFile
+
+        file = ConfigFile(Path(self.recipe.model.config).expanduser(), None, key="model.config")
+        return float(file.get("initializer_range", None) or INITIAL_STD)
+
     def _check(self) -> None:
         tokens.check_rows(self.tokenizer, self.config.vocab)
-        length = self.recipe.data.sequence_length
-        if length > self.config.positions:
-            name = self.recipe.model.pretrained or self.recipe.model.preset
+        length, model = self.recipe.data.sequence_length, self.recipe.model
+        check_length(length, self.config.positions, model.title, pretrained=bool(model.pretrained))
+
+        theirs = self.config if isinstance(self.config, TransformersConfig) else None
+        if self.recipe.data.isolate_documents and theirs and not theirs.isolates_documents():
             raise RecipeError(
-                f"data.sequence_length: {length} is more than the {self.config.positions} positions "
-                f"of {name}; set it to {self.config.positions} or less"
+                f"data.isolate_documents: transformers' model of {theirs.family} cannot keep "
+                "documents apart; set it to false"
             )
 
-    def _adapted(self, model: Decoder) -> nn.Module:
+    def _adapted(self, model: nn.Module) -> nn.Module:
         if (lora := self.recipe.model.lora) is not None:
             from muster.models.lora import attach
 
@@ -196,6 +232,16 @@ def _pretrained(recipe: Recipe) -> Path | None:
     return huggingface.locate(recipe.model.pretrained)
 
 
-def _config_from_json(saved: dict[str, Any]) -> DecoderConfig:
+def _config_from_json(
+    saved: dict[str, Any], *, trust_remote_code: bool
+) -> DecoderConfig | TransformersConfig:
+    if "keys" in saved:
+        code = saved["code"]
+        if code is not None and not (trust_remote_code and Path(code).is_dir()):
+            raise RecipeError(
+                f"model.trust_remote_code: this checkpoint's model is Python code in {code}; that folder must "
+                "be there, and the key true"
+            )
+        return TransformersConfig(**saved)
     scaling = saved["rope_scaling"]
     return DecoderConfig(**{**saved, "rope_scaling": scaling and RopeScaling(*scaling)})

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from muster.data.loader import IGNORE
 
-BLOCK = 4096  # columns at a time
-WARPS = 8
+BLOCK = 2048  # columns at a time
+WARPS = 4
 
 
 def forward(

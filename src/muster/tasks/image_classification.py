@@ -17,8 +17,9 @@ from muster.data.images.source import Images, ImageSample, ImageSource, find_cla
 from muster.data.loader import Batch
 from muster.errors import RecipeError
 from muster.models.configs import MnistNetConfig, ResNetConfig
-from muster.recipe.schema import Model, Recipe
-from muster.tasks.base import AnyRank, Counts, Example, Inputs, Lengths, Score
+from muster.recipe.model import Model
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Counts, Example, Score, Task
 
 RESNET_SIZE = 224  # pixels a side, unless data.image_size says otherwise
 MNIST_SIZE = 28
@@ -27,7 +28,7 @@ SMALL_STEM_BELOW = 64
 ASSETS = ("classes", "channels", "size", "mean", "std")
 
 
-class ImageClassification:
+class ImageClassification(Task):
     """Pixels scaled to one size and normalised, a convolutional model, cross entropy."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
@@ -48,14 +49,6 @@ class ImageClassification:
         if isinstance(self.preset, ResNetConfig):
             fields["stem"] = "small" if self.size < SMALL_STEM_BELOW else "imagenet"
         return models.build(self.recipe.model.preset, **fields)
-
-    def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError(
-            "distributed.strategy: an image model cannot be split into pipeline stages"
-        )
-
-    def weights(self) -> None:
-        return None
 
     def source(self, split: Split) -> ImageSource | None:
         if split not in self._sources:
@@ -78,18 +71,6 @@ class ImageClassification:
             filled=len(samples),
             cells=len(samples),
         )
-
-    def windows(self, lengths: Lengths, *, training: bool) -> None:
-        return None
-
-    def prepare(self, batch: Batch) -> Batch:
-        return batch
-
-    def inputs(self, batch: Batch) -> Inputs:
-        return Inputs((batch["images"],))
-
-    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
-        return self.inputs(batch)
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(output.float(), batch["labels"], reduction="sum")
@@ -117,6 +98,9 @@ class ImageClassification:
             "loss": counts["nll"] / images,
             "images": images,
         }
+
+    def example(self) -> ImageSample:
+        return ImageSample(0, np.zeros((self.channels, self.size, self.size), np.uint8), 0)
 
     def _assets_from_training_data(self) -> dict[str, Any]:
         """What a checkpoint needs in order to classify without the training data."""
@@ -171,10 +155,10 @@ class ImageClassification:
 
 def _image_preset(wanted: Model) -> ResNetConfig | MnistNetConfig:
     """The preset, if it is an image model and no key is set that it does not use."""
-    models.check_preset("image-classification", wanted.preset)
+    models.check_preset("image-classification", wanted.preset, wanted.sizes)
     config = models.PRESETS[wanted.preset]
     assert isinstance(config, ResNetConfig | MnistNetConfig)
-    for key in ("pretrained", "vocab_size", "lora", "norm", "dropout"):
+    for key in ("pretrained", "config", "vocab_size", "lora", "norm", "dropout"):
         if getattr(wanted, key) != Model.model_fields[key].default:
             raise RecipeError(f"model.{key}: does not apply to {wanted.preset}; leave it out")
     return config

@@ -67,6 +67,12 @@ def augmentation(
     }
 
 
+def silent_sample(recipe: Recipe, seconds: float) -> SpeechSample:
+    """The longest clip there may be, for a plan without data."""
+    count = int(min(recipe.data.max_seconds, seconds) * recipe.data.sample_rate)
+    return SpeechSample(0, np.zeros(count, np.float32), "a" * 40)
+
+
 def word_score(clips: Iterable[tuple[int, str, str]]) -> Score:
     """From (id, reference, hypothesis) of each clip. One without a reference is empty after
     normalisation, or broken."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,17 @@ from muster.data.corpus import Split
 from muster.data.loader import Batch, Inputs
 from muster.data.speech.features import LogMel, apply_masks
 from muster.data.speech.source import SpeechSample, SpeechSource, check_characters
-from muster.data.speech.vocabulary import Vocabulary, build_vocabulary
+from muster.data.speech.vocabulary import Vocabulary, build_vocabulary, symbol_kind
 from muster.errors import RecipeError
 from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.models.gpu_kernels import for_gpu
 from muster.recipe.schema import Recipe
-from muster.tasks.base import AnyRank, Counts, Lengths, Score
+from muster.tasks.base import Counts, Score, Task
 from muster.tasks.speech import (
     augmentation,
     pad_waves,
+    silent_sample,
     speech_files,
     speech_source,
     word_rates,
@@ -36,30 +38,19 @@ NGRAM_ORDER = 3
 FRAME_MULTIPLE = 32
 
 
-class SpeechCTC:
+class SpeechCTC(Task):
     """Log-mel on the device, an acoustic model, CTC over characters or subwords."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
         self.recipe = recipe
-        self.logmel = LogMel(recipe.data.sample_rate, recipe.data.mels, recipe.data.normalize)
+        self.logmel = self._features()
         self._sources: dict[Split, SpeechSource | None] = {}
         if assets is not None:
             self.vocabulary = Vocabulary.from_json(assets["vocabulary"])
         else:
-            models.check_preset(recipe.task, recipe.model.preset)
-            wanted = recipe.data.tokenizer
-            kind = "characters" if wanted.kind == "auto" else wanted.kind
-            if kind not in ("characters", "subwords"):
-                raise RecipeError(
-                    f"data.tokenizer.kind: {kind} is for language models; speech-ctc takes "
-                    "characters or subwords"
-                )
-            texts = self._read("train").texts if kind == "subwords" else []
-            self.vocabulary = build_vocabulary(
-                kind, wanted.characters, wanted.vocabulary_size, texts
-            )
+            self.vocabulary = self._new_vocabulary()
         self.language_model = self._language_model((assets or {}).get("ngram"))
-        self.assets = {"vocabulary": self.vocabulary.to_json()}
+        self.assets: dict[str, Any] = {"vocabulary": self.vocabulary.to_json()}
         if recipe.evaluation.ngram == "train" and self.language_model is not None:
             self.assets["ngram"] = self.language_model.to_json()
 
@@ -69,6 +60,7 @@ class SpeechCTC:
             return models.build(
                 wanted.preset,
                 vocab=self.vocabulary.size,
+                shape=wanted.sizes,
                 mels=self.recipe.data.mels,
                 norm=wanted.norm,
                 dropout=wanted.dropout,
@@ -86,7 +78,8 @@ class SpeechCTC:
     def collate(
         self, samples: Sequence[SpeechSample], epoch: int | None, longest: float | None = None
     ) -> Batch:
-        waves, lengths = pad_waves(samples), [len(s.samples) for s in samples]
+        lengths = [len(s.samples) for s in samples]
+        waves = pad_waves(samples, self._padded(max(lengths), longest))
         targets = [[] if s.broken else self._encode(s.text) for s in samples]
         tensors = {
             "samples": waves,
@@ -96,15 +89,17 @@ class SpeechCTC:
         }
         return Batch(
             ids=[s.id for s in samples],
-            tensors=tensors | augmentation(self.recipe, samples, epoch, self.recipe.data.mels),
+            tensors=tensors | augmentation(self.recipe, samples, epoch, self.mels),
             units=sum(len(target) for target in targets),
             filled=sum(lengths),
             cells=waves.numel(),
             amounts={"audio_s": sum(lengths) / self.recipe.data.sample_rate},
         )
 
-    def windows(self, lengths: Lengths, *, training: bool) -> None:
-        return None
+    @property
+    def mels(self) -> int:
+        """Channels that SpecAugment masks."""
+        return self.recipe.data.mels
 
     def prepare(self, batch: Batch) -> Batch:
         self.logmel.to(batch["samples"].device)
@@ -116,26 +111,25 @@ class SpeechCTC:
             features = F.pad(features, (0, 0, 0, -features.shape[1] % FRAME_MULTIPLE))
         return batch.adding(features=features, frames=frames)
 
-    def build_part(self, start: int, stop: int) -> nn.Module:
-        raise RecipeError(
-            "distributed.strategy: an acoustic model cannot be split into pipeline stages"
-        )
-
-    def weights(self) -> None:
-        return None
-
     def inputs(self, batch: Batch) -> Inputs:
         return Inputs((batch["features"], batch["frames"]))
-
-    def eval_inputs(self, batch: Batch, any_rank: AnyRank) -> Inputs:
-        return self.inputs(batch)
 
     def loss(self, output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         logits, lengths = output
         log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
         target_lengths = batch["target_lengths"]  # 0 for a broken clip
-        losses = F.ctc_loss(log_probs, batch["targets"], lengths, target_lengths, reduction="none")
+        losses = F.ctc_loss(
+            log_probs,
+            batch["targets"],
+            lengths,
+            target_lengths,
+            blank=self.vocabulary.blank,
+            reduction="none",
+        )
         return (losses * (target_lengths > 0)).sum()
+
+    def example(self) -> SpeechSample:
+        return silent_sample(self.recipe, math.inf)
 
     def score(self, output: tuple[Tensor, Tensor], batch: Batch) -> Score:
         ends = batch["target_lengths"].cumsum(0).tolist()
@@ -153,9 +147,10 @@ class SpeechCTC:
         """Logits `[batch, time, vocab]` to text, the way `evaluation.decoder` says."""
         options = self.recipe.evaluation
         if options.decoder == "greedy":
-            return [self.vocabulary.decode(ids) for ids in greedy(logits, lengths)]
+            found = greedy(logits, lengths, self.vocabulary.blank)
+            return [self.vocabulary.decode(ids) for ids in found]
         log_probs = F.log_softmax(logits.float(), dim=-1).cpu()
-        found = []
+        texts = []
         for row, length in zip(log_probs, lengths.tolist(), strict=True):
             best = prefix_beam(
                 row[:length],
@@ -165,9 +160,29 @@ class SpeechCTC:
                 lm_weight=options.ngram_weight,
                 word_bonus=options.word_bonus,
                 known_words=options.known_words,
+                blank=self.vocabulary.blank,
             )
-            found.append(" ".join(self.vocabulary.decode(best[0][0]).split()))
-        return found
+            texts.append(" ".join(self.vocabulary.decode(best[0][0]).split()))
+        return texts
+
+    def _features(self) -> Any:
+        """Waveforms and lengths to what the model reads, and its lengths."""
+        data = self.recipe.data
+        return LogMel(data.sample_rate, data.mels, data.normalize)
+
+    def _new_vocabulary(self) -> Vocabulary:
+        models.check_preset(self.recipe.task, self.recipe.model.preset, self.recipe.model.sizes)
+        return self._learn_vocabulary()
+
+    def _learn_vocabulary(self) -> Vocabulary:
+        wanted = self.recipe.data.tokenizer
+        kind = symbol_kind(wanted.kind)
+        texts = self._read("train").texts if kind == "subwords" else []
+        return build_vocabulary(kind, wanted.characters, wanted.vocabulary_size, texts)
+
+    def _padded(self, samples: int, longest: float | None) -> int | None:
+        """Samples to pad a batch to; None: to its longest clip."""
+        return None
 
     def _language_model(self, saved: dict[str, Any] | None) -> NGram | None:
         """`evaluation.ngram`: a file, or `train`: built from the training transcripts and saved in

@@ -23,7 +23,7 @@ from muster.data.speech.features import apply_masks
 from muster.data.speech.source import SpeechSample, SpeechSource
 from muster.data.speech.whisper_features import HOP, WhisperLogMel
 from muster.data.speech.whisper_targets import pair
-from muster.data.speech.whisper_text import WhisperTokens, timestamps_in_range
+from muster.data.speech.whisper_text import WhisperTokens, timestamps_in_range, tokenizer_kind
 from muster.errors import RecipeError
 from muster.evaluate.normalise import make_normaliser, read_spelling
 from muster.models.configs import WhisperConfig
@@ -35,11 +35,12 @@ from muster.models.whisper.folder import Generation
 from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
-from muster.tasks.base import AnyRank, Counts, Lengths, Score
+from muster.tasks.base import AnyRank, Counts, Lengths, Score, Task
 from muster.tasks.likelihood import negative_log_likelihood
 from muster.tasks.speech import (
     augmentation,
     pad_waves,
+    silent_sample,
     speech_files,
     speech_source,
     word_rates,
@@ -50,7 +51,7 @@ BEAMS = 5
 TOKEN_MULTIPLE = 32
 
 
-class SpeechSeq2Seq:
+class SpeechSeq2Seq(Task):
     """Whisper, pretrained or fresh, over clips padded to a window."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
@@ -84,7 +85,7 @@ class SpeechSeq2Seq:
         self.normalise = make_normaliser(self._normaliser(), self.spelling)
 
     @property
-    def assets(self) -> dict[str, Any]:
+    def assets(self) -> dict[str, Any]:  # type: ignore[override]
         return {
             "tokens": self.tokens.to_json(),
             "config": dataclasses.asdict(self.config),
@@ -229,6 +230,10 @@ class SpeechSeq2Seq:
             output, batch["targets"], self.config.vocab, "sum", smoothing
         )
 
+    def example(self) -> SpeechSample:
+        asked = self.recipe.data.window
+        return silent_sample(self.recipe, asked if isinstance(asked, float) else 30.0)
+
     def score(self, output: Tensor, batch: Batch) -> Score:
         references = [
             self.tokens.decode([t for t in row if t != IGNORE]) for row in batch["targets"].tolist()
@@ -279,23 +284,19 @@ class SpeechSeq2Seq:
         if self._folder is not None:
             config = whisper_folder.read_config(self._folder)
             return dataclasses.replace(config, dropout=wanted.dropout)
-        models.check_preset(self.recipe.task, wanted.preset)
-        found = models.configure(wanted.preset, dropout=wanted.dropout)
+        if wanted.config is not None:
+            config = whisper_folder.read_config(Path(wanted.config).expanduser(), "model.config")
+            return dataclasses.replace(config, dropout=wanted.dropout)
+        models.check_preset(self.recipe.task, wanted.preset, wanted.sizes)
+        found = models.configure(wanted.preset, wanted.sizes, dropout=wanted.dropout)
         assert isinstance(found, WhisperConfig)
         return found
 
     def _tokenize(self) -> WhisperTokens:
         """The tokenizer; a fresh model's vocabulary becomes as large as its tokenizer's."""
         wanted, fresh = self.recipe.data.tokenizer, self._folder is None
-        kind = wanted.kind
-        if kind == "auto":
-            kind = "subwords" if fresh and wanted.path is None else "huggingface"
+        kind = tokenizer_kind(wanted.kind, wanted.path, pretrained=not fresh)
         if kind == "huggingface":
-            if wanted.path is None and self._folder is None:
-                raise RecipeError(
-                    "data.tokenizer.path: needed for data.tokenizer.kind=huggingface: the folder of "
-                    "a Whisper model"
-                )
             if wanted.path is not None:
                 tokens = WhisperTokens.read(Path(wanted.path).expanduser(), "data.tokenizer.path")
             else:
@@ -303,13 +304,8 @@ class SpeechSeq2Seq:
                 tokens = WhisperTokens.read(self._folder, "model.pretrained")
         elif kind == "bytes":
             tokens = WhisperTokens.plain_bytes()
-        elif kind == "subwords":
-            tokens = WhisperTokens.learn(self._read("train").texts, wanted.vocabulary_size)
         else:
-            raise RecipeError(
-                f"data.tokenizer.kind: {kind} is for speech-ctc; speech-seq2seq takes subwords, bytes "
-                "or huggingface"
-            )
+            tokens = WhisperTokens.learn(self._read("train").texts, wanted.vocabulary_size)
         if fresh:
             vocab = self.recipe.model.vocab_size or tokens.size
             self.config = dataclasses.replace(self.config, vocab=vocab)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from muster import runs
+from muster import run_directory
 from muster.errors import AGAIN, LaunchError, StartAgain
 from muster.launch import cluster
 from muster.launch.cluster import RankInfo
@@ -33,17 +34,20 @@ from muster.parallel import mesh as meshes
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
+from muster.recipe.own_task import comparable
 from muster.recipe.schema import Recipe
-from muster.train.loop import train
+from muster.training.loop import train
 from muster.worker.prepare import open_task, prepare
 from muster.worker.results import finish
 
 log = logging.getLogger(__name__)
 
-TrainRank = Callable[[Recipe, RankInfo, runs.Run | None], dict[str, Any]]
+TrainRank = Callable[[Recipe, RankInfo, run_directory.Run | None], dict[str, Any]]
 
 
-def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -> dict[str, Any]:
+def run_rank(
+    recipe: Recipe, rank_info: RankInfo, run: run_directory.Run | None = None
+) -> dict[str, Any]:
     """Train as one rank of `rank_info.world` in the run directory of rank 0.
 
     Rank 0 gets the results, the others an empty dictionary.
@@ -72,8 +76,8 @@ def run_rank(recipe: Recipe, rank_info: RankInfo, run: runs.Run | None = None) -
 
 
 def connect_ranks(
-    recipe: Recipe, rank_info: RankInfo, run: runs.Run | None
-) -> tuple[Mesh, runs.Run, Recipe]:
+    recipe: Recipe, rank_info: RankInfo, run: run_directory.Run | None
+) -> tuple[Mesh, run_directory.Run, Recipe]:
     """Join the process group, data-parallel for now, and open rank 0's run directory. The recipe comes
     back with the global batch of rank 0, which alone knows the run's first start."""
     options = recipe.distributed
@@ -86,13 +90,14 @@ def connect_ranks(
     path, first = Path(told[0]), told[1]
     recipe = settle_as(recipe, first)
     _check_agreement(recipe, path, mesh)
-    return mesh, runs.Run(path), recipe
+    return mesh, run_directory.Run(path), recipe
 
 
 def _check_agreement(recipe: Recipe, folder: Path, mesh: Mesh) -> None:
     """All nodes write parts of a checkpoint, so all of them must see the same run directory; and all ranks
     must train the same recipe."""
-    digest = hashlib.sha256(recipe.model_dump_json().encode()).hexdigest()
+    same = json.dumps(comparable(recipe.as_dict()), sort_keys=True)
+    digest = hashlib.sha256(same.encode()).hexdigest()
     sees = (folder / "run.json").is_file()
     found = mesh.gather((os.uname().nodename, sees, digest))
     if blind := sorted({host for host, sees, _ in found if not sees}):
@@ -102,15 +107,15 @@ def _check_agreement(recipe: Recipe, folder: Path, mesh: Mesh) -> None:
         )
     if other := [rank for rank, (_, _, theirs) in enumerate(found) if theirs != found[0][2]]:
         raise LaunchError(
-            f"rank {other[0]} has another recipe than rank 0; give every rank the same recipe and the "
-            "same key=value words"
+            f"rank {other[0]} has another recipe than rank 0; give every rank the same recipe, the "
+            "same key=value words and the same file of its task"
         )
 
 
 def run_process(
     recipe: Recipe,
     rank_info: RankInfo,
-    run: runs.Run | None,
+    run: run_directory.Run | None,
     claim: TextIOWrapper | None = None,
     train_rank: TrainRank = run_rank,
 ) -> dict[str, Any]:
@@ -136,7 +141,7 @@ def listen_for_stop(rank_info: RankInfo) -> None:
 def main(folder: str) -> None:
     """`python -m muster.worker RUN`. It exits without cleanup: all results are on disk by then,
     other ranks may still be in a collective, and destructors can wait for them."""
-    run, rank_info, code = runs.Run(Path(folder)), cluster.detect(os.environ), 0
+    run, rank_info, code = run_directory.Run(Path(folder)), cluster.detect(os.environ), 0
     listen_for_stop(rank_info)
     try:
         claim = None if supervised() or rank_info.rank > 0 else run.claim()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from muster import runs
+from muster import run_directory
 from muster.auto import AutoChoice
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
@@ -31,23 +31,25 @@ from muster.parallel.float8 import Float8
 from muster.parallel.layout import Layout, layout_for
 from muster.parallel.mesh import Mesh
 from muster.parallel.stages import microbatches
-from muster.plan.strategy import decide, parameter_count
+from muster.planner.strategy import decide, parameter_count
 from muster.recipe.batch import BatchSizes, settle
+from muster.recipe.own_task import parse
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
-from muster.train import memory
-from muster.train.checkpoint import Checkpoints, Saved, open_checkpoint
-from muster.train.compatibility import refuse_other_data, refuse_other_recipe
-from muster.train.job import Job
-from muster.train.optimizer import make_optimizer
-from muster.train.precision import LossScale, shared_precision
+from muster.training import memory
+from muster.training.checkpoint import Checkpoints, Saved, open_checkpoint
+from muster.training.compatibility import refuse_other_data, refuse_other_recipe
+from muster.training.job import Job
+from muster.training.optimizer import make_optimizer
+from muster.training.precision import LossScale, autocast, shared_precision
+from muster.training.trial import try_task
 from muster.worker.results import write_plan
 
 log = logging.getLogger(__name__)
 
 
-def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None) -> Job:
+def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | None = None) -> Job:
     """Build everything and load the newest checkpoint."""
     layout = layout_for(recipe.distributed, mesh.world, local_world=mesh.local_world)
     recipe = settle(recipe, layout.data_ranks)
@@ -55,7 +57,9 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     task = task or open_task(recipe)
     source = open_source(task, recipe, mesh)
     choices = mesh.gather(read_choices(run.path))[0]
-    compiled = _choose_compilation(recipe, len(source), mesh, choices.get("compile"))
+    compiled = _choose_compilation(
+        recipe, len(source), mesh, choices.get("compile"), compiles=task.facts.compiles
+    )
     choices["compile"] = compiled
     recipe = compilation.with_compile(recipe, compiled.used)
     asked_fp8 = recipe.training.precision == "fp8"
@@ -75,8 +79,11 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
             raise
         write_choices(run.path, {**choices, "compile": AutoChoice(False, str(error))})
         raise StartAgain(f"{error}; after the restart, nothing is compiled") from error
+    if own := parse(recipe.task):
+        try_task(own, task, engine, source, mesh, lambda: autocast(precision, mesh.device))
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
+    _check_decay(recipe, steps)
     observer = Observer(
         run.path,
         mesh.rank,
@@ -125,15 +132,22 @@ def prepare(recipe: Recipe, mesh: Mesh, run: runs.Run, task: Task | None = None)
     )
 
 
+def _check_decay(recipe: Recipe, steps: int) -> None:
+    try:
+        recipe.training.refuse_long_decay(steps)
+    except ValueError as error:
+        raise RecipeError(f"training: {error}") from None
+
+
 def _choose_compilation(
-    recipe: Recipe, samples: int, mesh: Mesh, earlier: AutoChoice | None
+    recipe: Recipe, samples: int, mesh: Mesh, earlier: AutoChoice | None, *, compiles: bool
 ) -> AutoChoice:
     """As at the run's first start, if there was one. Of several ranks all compile, or none: a rank that
     cannot would leave the others waiting for it."""
     on_gpu = mesh.device.type == "cuda"
     if recipe.training.compile == "auto" and earlier and on_gpu:
         return earlier
-    chosen = compilation.choose(recipe, samples, on_gpu=on_gpu)
+    chosen = compilation.choose(recipe, samples, on_gpu=on_gpu, compiles=compiles)
     if not (chosen.used and chosen.optional) or mesh.world == 1:
         return chosen
     for rank, error in enumerate(mesh.gather(compilation.compiler_error(mesh.device))):
@@ -176,7 +190,12 @@ def _data_workers(mesh: Mesh) -> int:
 
 
 def build_engine(
-    recipe: Recipe, task: Task, mesh: Mesh, sizes: BatchSizes, precision: str, run: runs.Run
+    recipe: Recipe,
+    task: Task,
+    mesh: Mesh,
+    sizes: BatchSizes,
+    precision: str,
+    run: run_directory.Run,
 ) -> Engine:
     """The model and its optimizer in the layout, with weights initialized from the seed or loaded."""
     torch.manual_seed(recipe.seed)
@@ -203,7 +222,7 @@ class Resumed:
 
 
 def resume(
-    recipe: Recipe, task: Task, source: Source, mesh: Mesh, run: runs.Run, engine: Engine
+    recipe: Recipe, task: Task, source: Source, mesh: Mesh, run: run_directory.Run, engine: Engine
 ) -> tuple[Checkpoints, Resumed]:
     """The run's checkpoints, and the newest complete one loaded into `engine`."""
     data = _fingerprint(source, mesh)
@@ -251,6 +270,8 @@ def _with_sizes(recipe: Recipe, sizes: BatchSizes) -> Recipe:
 
 def open_source(task: Task, recipe: Recipe, mesh: Mesh) -> Source:
     source = task.source("train")
+    if source is None and parse(recipe.task):
+        raise DataError(f"{recipe.task}: source('train') returned None; a run needs samples")
     if source is None:
         raise DataError(f"data.train: {recipe.data.train} has no training data")
     if mesh.device.type == "cpu":  # decoding while the CPU computes slows both down

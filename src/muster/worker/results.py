@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from muster import __version__, runs
+from muster import __version__, run_directory
 from muster.auto import AutoChoice
 from muster.data.batches import BatchPlan
 from muster.hardware import rehearsal
@@ -21,13 +21,13 @@ from muster.observe.results import complete_steps, read_lines, summarise_metrics
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
-from muster.train.evaluate import Evaluation, log_bad_rows
-from muster.train.job import Job
-from muster.train.loop import score
+from muster.training.evaluate import Evaluation, log_bad_rows
+from muster.training.job import Job
+from muster.training.loop import score
 
 
 def write_plan(
-    run: runs.Run,
+    run: run_directory.Run,
     mesh: Mesh,
     sizes: BatchSizes,
     plan: BatchPlan,
@@ -84,7 +84,7 @@ def _device_name(mesh: Mesh) -> str:
     return f"CPU ({torch.get_num_threads()} threads)"
 
 
-def finish(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     """Evaluate the trained model, and write the results: rank 0 returns them. The memory is that of the rank
     that needed most, as it is planned; a pipeline's stages differ."""
     peak = max(job.mesh.gather(memory_gib()))
@@ -104,7 +104,7 @@ def final_scores(job: Job, done: int) -> Evaluation | None:
 
 def write_results(
     job: Job,
-    run: runs.Run,
+    run: run_directory.Run,
     done: int,
     final: Evaluation | None,
     peak_gib: float | None = None,
@@ -119,7 +119,7 @@ def write_results(
     return results
 
 
-def results_page(job: Job, run: runs.Run, done: int) -> dict[str, Any]:
+def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     """The contents of training_results.json without the scores."""
     planned = json.loads((run.path / PLAN_FILE).read_text())
     environment = json.loads((run.path / "environment.json").read_text())

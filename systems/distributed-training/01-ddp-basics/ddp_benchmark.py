@@ -25,7 +25,7 @@ from muster import models
 from muster.launch.join import joined
 from muster.parallel.mesh import Mesh
 from muster.tasks.likelihood import negative_log_likelihood
-from muster.train.precision import autocast, resolve_precision
+from muster.training.precision import autocast, resolve_precision
 
 ROUNDS = 3
 VOCAB = 257

@@ -27,7 +27,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.base import Task
-from muster.train.precision import autocast, resolve_precision
+from muster.training.precision import autocast, resolve_precision
 
 
 def dataset(task: Task, split: str) -> TensorDataset:

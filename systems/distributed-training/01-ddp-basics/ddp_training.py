@@ -40,8 +40,8 @@ from muster.recipe.load import load
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
-from muster.train.optimizer import learning_rate, make_optimizer, seed_step
-from muster.train.precision import autocast, resolve_precision
+from muster.training.optimizer import learning_rate, make_optimizer, seed_step
+from muster.training.precision import autocast, resolve_precision
 
 SMALL = ["training.steps=12", "training.warmup_steps=4", "training.per_device_batch_size=4"]
 SMALL += ["data.sequence_length=64", "checkpoint.every_steps=5"]

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.launch.join import joined
 from muster.parallel.mesh import Mesh
-from muster.plan.trace import Recorder
+from muster.planner.trace import Recorder
 
 
 def build(options: argparse.Namespace, device: torch.device) -> nn.Sequential:

@@ -28,9 +28,9 @@ from muster.models.decoder import Decoder, initial_std
 from muster.models.weights import FreshWeights
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
-from muster.plan.trace import Recorder
+from muster.planner.trace import Recorder
 from muster.tasks.likelihood import negative_log_likelihood
-from muster.train.precision import resolve_precision
+from muster.training.precision import resolve_precision
 
 
 def shard(model: Decoder, mesh: Mesh, options: argparse.Namespace) -> None:

@@ -1,7 +1,8 @@
 """Transcripts and the symbols a CTC model emits.
 
-Id 0 is the CTC blank in every vocabulary; the symbols follow from 1. A vocabulary travels inside
-checkpoints as JSON, so what was learned from the training text is never learned a second time.
+Id 0 is the CTC blank in every vocabulary of muster's own; the symbols follow from 1. A vocabulary
+travels inside checkpoints as JSON, so what was learned from the training text is never learned a
+second time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from muster.errors import DataError
+from muster.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,10 +42,11 @@ class Vocabulary(ABC):
     """Text to ids and back.
 
     `pieces[id]` is the text an id stands for, a word break written as a space whatever the kind,
-    so that the concatenated pieces of a label sequence are its transcript. `pieces[0]`, the
-    blank, is empty.
+    so that the concatenated pieces of a label sequence are its transcript. `pieces[blank]` is
+    empty.
     """
 
+    blank = BLANK
     pieces: tuple[str, ...]
     alphabet: frozenset[str]
 
@@ -69,9 +71,9 @@ class Vocabulary(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids that are already collapsed and free of blanks."""
         for i in ids:
-            if not BLANK < i < self.size:
+            if not 0 <= i < self.size or i == self.blank:
                 raise ValueError(
-                    f"id {i} is no symbol: expected 1 to {self.size - 1}, blanks removed"
+                    f"id {i} is no symbol: expected 0 to {self.size - 1} without the blank, {self.blank}"
                 )
         return self._join("".join(self.pieces[i] for i in ids))
 
@@ -102,18 +104,24 @@ class Vocabulary(ABC):
 
     @staticmethod
     def from_json(saved: Mapping[str, Any]) -> Vocabulary:
-        """The vocabulary that `to_json` described, of either kind."""
+        """The vocabulary that `to_json` described, of any kind."""
         kind = saved.get("kind")
         try:
             if kind == "characters":
                 return Characters(saved["characters"])
             if kind == "subwords":
                 return Subwords(saved["units"], [(a, b) for a, b in saved["merges"]])
+            if kind == "folder":
+                from muster.data.speech.ctc_tokenizer import FolderVocabulary
+
+                return FolderVocabulary.read_json(saved)
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"The saved vocabulary of kind {kind!r} is damaged: {error!r}."
             ) from error
-        raise DataError(f"The saved vocabulary has kind {kind!r}; expected characters or subwords.")
+        raise DataError(
+            f"The saved vocabulary has kind {kind!r}; expected characters, subwords or folder."
+        )
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -215,6 +223,17 @@ class Subwords(Vocabulary):
             "learned from), or list it with data.tokenizer.kind=characters and "
             "data.tokenizer.characters"
         )
+
+
+def symbol_kind(asked: str) -> str:
+    """What `data.tokenizer.kind` means for CTC."""
+    kind = "characters" if asked == "auto" else asked
+    if kind not in ("characters", "subwords"):
+        raise RecipeError(
+            f"data.tokenizer.kind: {kind} is for language models; speech-ctc takes "
+            "characters or subwords"
+        )
+    return kind
 
 
 def build_vocabulary(

@@ -254,6 +254,24 @@ class WhisperTokens:
             )
 
 
+def tokenizer_kind(asked: str, path: str | None, *, pretrained: bool) -> str:
+    """What `data.tokenizer` means for Whisper."""
+    kind = asked
+    if kind == "auto":
+        kind = "huggingface" if pretrained or path is not None else "subwords"
+    if kind == "huggingface" and path is None and not pretrained:
+        raise RecipeError(
+            "data.tokenizer.path: needed for data.tokenizer.kind=huggingface: the folder of "
+            "a Whisper model"
+        )
+    if kind not in ("subwords", "bytes", "huggingface"):
+        raise RecipeError(
+            f"data.tokenizer.kind: {kind} is for speech-ctc; speech-seq2seq takes subwords, bytes "
+            "or huggingface"
+        )
+    return kind
+
+
 def timestamps_in_range(text: str) -> bool:
     """Whether every timestamp in the text is within Whisper's 30 s."""
     return all(

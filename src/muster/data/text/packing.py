@@ -164,6 +164,14 @@ def open_stream(
     return found
 
 
+def count_cached(
+    paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None, length: int
+) -> int | None:
+    """Whole sequences of `length` targets in the text, if it was tokenized before."""
+    found = _load(cache.cache_folder() / "tokens" / _key(paths, tokenizer, text_column))
+    return (len(found.tokens) - 1) // length if found else None
+
+
 def _key(paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None) -> str:
     stats = [(str(path.resolve()), path.stat()) for path in paths]
     identities = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]

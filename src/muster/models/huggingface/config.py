@@ -13,38 +13,54 @@ from typing import Any, NoReturn
 from muster.errors import MusterError, RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
 
-FAMILIES = ("gpt2", "llama", "qwen2", "mistral")  # in the order they are tried for export
+FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "qwen3")  # in the order they are tried for export
+SPEECH_FAMILIES = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert")
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast")
 SILU = ("silu", "swish")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
+class UnsupportedSettingError(RecipeError):
+    """A setting that muster's own decoder does not have."""
+
+
 class ConfigFile:
     """config.json's keys, with errors that name the file."""
 
-    def __init__(self, folder: Path, families: tuple[str, ...] = FAMILIES) -> None:
-        self.path = folder / "config.json"
+    def __init__(
+        self,
+        folder: Path,
+        families: tuple[str, ...] | None = FAMILIES,
+        *,
+        key: str = "model.pretrained",
+    ) -> None:
+        """`folder` may be the file itself. `families` None takes any model_type; `key` is the recipe's."""
+        self.key, self.path = key, folder / "config.json" if folder.is_dir() else folder
         try:
             self.keys: dict[str, Any] = json.loads(self.path.read_text())
         except FileNotFoundError:
+            if not folder.exists():
+                raise RecipeError(
+                    f"{self.key}: there is no folder or file {folder}; give one that exists"
+                ) from None
             raise RecipeError(
-                f"model.pretrained: {folder} has no config.json; expected a folder that "
+                f"{self.key}: {folder} has no config.json; expected a folder that "
                 "save_pretrained of transformers wrote"
             ) from None
         except (ValueError, OSError) as error:
             raise RecipeError(
-                f"model.pretrained: {self.path} cannot be read ({error}); copy the folder again"
+                f"{self.key}: {self.path} cannot be read ({error}); copy the folder again"
             ) from None
         self.family = self.keys.get("model_type") if isinstance(self.keys, dict) else None
-        if self.family not in families:
+        if not isinstance(self.family, str) or (families and self.family not in families):
             raise RecipeError(
-                f"model.pretrained: {self.path} has model_type {self.family!r}; "
-                f"for this task muster reads {', '.join(families)}"
+                f"{self.key}: {self.path} has model_type {self.family!r}; "
+                f"for this task muster reads {', '.join(families or ('any that names a model_type',))}"
             )
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
-        raise RecipeError(
-            f"model.pretrained: {self.path} has {key} = {json.dumps(value)}; "
+        raise UnsupportedSettingError(
+            f"{self.key}: {self.path} has {key} = {json.dumps(value)}; "
             f"muster reads {expected}; take another model"
         )
 
@@ -67,16 +83,16 @@ def read_family(folder: Path) -> str:
     return str(ConfigFile(folder).family)
 
 
-def read_config(folder: Path) -> DecoderConfig:
-    """The architecture of a GPT-2, Llama, Mistral or Qwen2 folder. Reads config.json only."""
-    file = ConfigFile(folder)
+def read_config(folder: Path, key: str = "model.pretrained") -> DecoderConfig:
+    """The architecture of a GPT-2, Llama, Mistral, Qwen2 or Qwen3 folder. Reads config.json only."""
+    file = ConfigFile(folder, key=key)
     file.only("quantization_config", None, None)
     file.only("is_encoder_decoder", False, False)
     read = _read_gpt2 if file.family == "gpt2" else _read_rotary
     try:
         return read(file)
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"model.pretrained: {file.path}: {error}") from None
+        raise RecipeError(f"{file.key}: {file.path}: {error}") from None
 
 
 def _read_gpt2(file: ConfigFile) -> DecoderConfig:
@@ -104,6 +120,8 @@ def _read_rotary(file: ConfigFile) -> DecoderConfig:
     bias = bool(file.get("attention_bias", False)) if file.family == "llama" else False
     if file.family == "llama":
         file.only("mlp_bias", False, bias)  # one switch for o, gate, up and down
+    if file.family == "qwen3":
+        file.only("attention_bias", False, False)
     theta, scaling = _rope(file)
     width, heads = file.size("hidden_size"), file.size("num_attention_heads")
     return DecoderConfig(
@@ -113,13 +131,14 @@ def _read_rotary(file: ConfigFile) -> DecoderConfig:
         heads=heads,
         hidden=file.size("intermediate_size"),
         kv_heads=file.get("num_key_value_heads", None) or _kv_heads(file, heads),
-        head_size=file.get("head_dim", None) or width // heads,
+        head_size=file.get("head_dim", 128 if file.family == "qwen3" else None) or width // heads,
         positions=file.size("max_position_embeddings"),
         position="rotary",
         norm="rms",
         activation="swiglu",
         bias=bias,
         qkv_bias=bias or file.family == "qwen2",
+        qk_norm=file.family == "qwen3",
         tied=file.get("tie_word_embeddings", False),
         eps=file.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
@@ -130,7 +149,7 @@ def _read_rotary(file: ConfigFile) -> DecoderConfig:
 
 def _kv_heads(file: ConfigFile, heads: int) -> int:
     """Null means one per head; a missing key means what the family's first model had."""
-    missing = {"llama": heads, "mistral": 8, "qwen2": 32}[str(file.family)]
+    missing = {"llama": heads, "mistral": 8, "qwen2": 32, "qwen3": 32}[str(file.family)]
     return heads if "num_key_value_heads" in file.keys else missing
 
 
@@ -198,12 +217,13 @@ def _inexpressible(config: DecoderConfig, family: str) -> str:
         "activation": ("swiglu",),
         "bias": (False,),
         "qkv_bias": (False,),
+        "qk_norm": (family == "qwen3",),
     }
     if family == "gpt2":
         wanted = {"position": ("learned",), "norm": ("layer",), "activation": ("gelu",)}
         wanted |= {"bias": (True,), "qkv_bias": (True,), "kv_heads": (config.heads,)}
         wanted |= {"head_size": (config.width / config.heads,), "window": (None,)}
-        wanted |= {"rope_scaling": (None,)}
+        wanted |= {"rope_scaling": (None,), "qk_norm": (False,)}
     elif family == "llama":
         wanted |= {"bias": (config.qkv_bias,), "qkv_bias": (config.bias,), "window": (None,)}
     elif family == "qwen2":
@@ -273,7 +293,7 @@ def _family_keys(config: DecoderConfig, family: str) -> dict[str, Any]:
     if family == "llama":
         return {"attention_bias": config.qkv_bias, "mlp_bias": config.bias}
     keys: dict[str, Any] = {"sliding_window": config.window}
-    if family == "qwen2":
+    if family in ("qwen2", "qwen3"):
         kind = "full_attention" if config.window is None else "sliding_attention"
         keys |= {
             "use_sliding_window": config.window is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -13,17 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from muster.errors import RecipeError
 from muster.models.configs import DecoderConfig
 from muster.models.decoder import Decoder
+from muster.models.huggingface import transformers_config as theirs
 from muster.models.huggingface.config import (
+    FAMILIES,
+    ConfigFile,
+    UnsupportedSettingError,
     family_for,
     read_config,
     read_family,
     write_config,
 )
+from muster.models.huggingface.locate import TOKENIZER_FILES, locate
 from muster.models.huggingface.tensors import (
-    INDEX,
     SHARD_BYTES,
     TensorFolder,
     TensorLocation,
@@ -32,22 +36,13 @@ from muster.models.huggingface.tensors import (
     write_folder,
 )
 
-__all__ = ["FolderWeights", "export", "locate", "read_config", "read_family"]
+__all__ = ["FolderWeights", "export", "locate", "read_any", "read_config", "read_family"]
+
+AnyConfig = DecoderConfig | theirs.TransformersConfig
 
 log = logging.getLogger(__name__)
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SPEECH_FILES = ("generation_config.json", "preprocessor_config.json", "normalizer.json")
 
 ROTARY_NAMES = {
     "embed.tokens": "model.embed_tokens",
@@ -58,6 +53,8 @@ ROTARY_NAMES = {
     "attention.k": "model.layers.{}.self_attn.k_proj",
     "attention.v": "model.layers.{}.self_attn.v_proj",
     "attention.o": "model.layers.{}.self_attn.o_proj",
+    "attention.q_norm": "model.layers.{}.self_attn.q_norm",
+    "attention.k_norm": "model.layers.{}.self_attn.k_norm",
     "feed_forward_norm": "model.layers.{}.post_attention_layernorm",
     "feed_forward.gate": "model.layers.{}.mlp.gate_proj",
     "feed_forward.up": "model.layers.{}.mlp.up_proj",
@@ -100,29 +97,6 @@ def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def locate(spec: str, *, fetch: bool = True) -> Path:
-    """The folder `spec`, or the hub's model of that id, which is fetched unless it is here."""
-    folder = Path(spec).expanduser()
-    if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", spec):
-        raise RecipeError(f"model.pretrained: there is no folder {spec}; give one that exists")
-    try:
-        from huggingface_hub import snapshot_download
-
-        wanted = ["config.json", "model*.safetensors", INDEX, *TOKENIZER_FILES, *SPEECH_FILES]
-        if fetch:
-            log.info("asking the Hugging Face hub for %s, to be kept in its cache", spec)
-        return Path(snapshot_download(spec, allow_patterns=wanted, local_files_only=not fetch))
-    except Exception as error:  # of several libraries: no such id, no access, no network
-        reason = str(error).strip().splitlines()
-        raise RecipeError(
-            f"model.pretrained: there is no folder {spec}, and the Hugging Face hub gave no model "
-            f"of that id ({type(error).__name__}: {reason[0] if reason else 'no reason given'}); "
-            "check the name, or copy the model's folder here and name that"
-        ) from None
-
-
 def tokenizer_of(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     """A folder's tokenizer files, and the special token ids that its config.json gives."""
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -141,9 +115,37 @@ class FolderWeights(TensorFolder):
         super().__init__(folder, parameter_shapes(config), partial(place, read_family(folder)))
 
 
+def read_any(
+    folder: Path, key: str, dropout: float, *, trust_remote_code: bool = False
+) -> tuple[str, AnyConfig]:
+    """The family and the architecture of a folder, or of a config.json: a Decoder's, or else one that
+    transformers builds, for other families and for settings that the Decoder does not have. `key` is the
+    recipe's."""
+    file = ConfigFile(folder, None, key=key)
+    if file.family in FAMILIES:
+        try:
+            return str(file.family), dataclasses.replace(read_config(folder, key), dropout=dropout)
+        except UnsupportedSettingError as error:
+            log.info("%s; trained as transformers' own module", str(error).rpartition("; ")[0])
+    found = theirs.read_transformers_config(
+        file, dropout=dropout, trust_remote_code=trust_remote_code
+    )
+    if found.code is not None:
+        log.warning("running the Python code in %s, as model.trust_remote_code says", found.code)
+    return str(file.family), found
+
+
+def folder_weights(folder: Path, config: AnyConfig) -> TensorFolder:
+    if isinstance(config, DecoderConfig):
+        return FolderWeights(folder, config)
+    from muster.models.huggingface.transformers_weights import TransformersWeights
+
+    return TransformersWeights(folder, config)
+
+
 def export(
     folder: Path,
-    config: DecoderConfig,
+    config: AnyConfig,
     state: Mapping[str, Tensor],
     *,
     family: str | None = None,
@@ -156,6 +158,13 @@ def export(
     `family` is the model_type it came from; None takes one that can express the config.
     `keys` join config.json (special token ids), `files` lie beside it (a tokenizer's).
     """
+    if not isinstance(config, DecoderConfig):
+        from muster.models.huggingface import transformers_weights
+
+        transformers_weights.export(
+            folder, config, state, keys=keys, files=files, shard_bytes=shard_bytes
+        )
+        return
     family = family_for(config, family)
     refuse_other_state(parameter_shapes(config), state)
     document = write_config(config, family, number_format(state)) | dict(keys or {})

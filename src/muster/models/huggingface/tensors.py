@@ -74,6 +74,11 @@ class TensorFolder:
         value = value.T if where.transposed else value
         return value.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
 
+    @property
+    def tensors(self) -> frozenset[str]:
+        """Names of all tensors in the folder's files."""
+        return frozenset(self._holder)
+
     def _check(self, shapes: Shapes) -> None:
         """Every file, tensor, shape and number format that the model needs, from headers alone."""
         missing, wrong = [], []

@@ -41,9 +41,9 @@ KEYS = {
 GENERATION = "generation_config.json"
 
 
-def read_config(folder: Path) -> WhisperConfig:
+def read_config(folder: Path, key: str = "model.pretrained") -> WhisperConfig:
     """The architecture, from config.json alone. Dropout does not come along: it is the recipe's."""
-    file = ConfigFile(folder, ("whisper",))
+    file = ConfigFile(folder, ("whisper",), key=key)
     file.only("quantization_config", None, None)
     file.only("activation_function", "gelu", "gelu")
     file.only("tie_word_embeddings", True, True)
@@ -51,7 +51,7 @@ def read_config(folder: Path) -> WhisperConfig:
     try:
         return WhisperConfig(**{ours: file.size(theirs) for ours, theirs in KEYS.items()})
     except ValueError as error:
-        raise RecipeError(f"model.pretrained: {file.path}: {error}") from None
+        raise RecipeError(f"{key}: {file.path}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ class WhisperEncoder(nn.Module):
         if frames % 2 or not 0 < frames <= most:
             raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
         x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
+        x = x.contiguous()  # every layer's states have the layout of the first; norms read rows
         x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
         return drop(self, x)
 

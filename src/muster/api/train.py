@@ -1,0 +1,239 @@
+"""Starting a run: from Python, and for `muster train`.
+
+Nothing here imports torch: the supervisor, a program of its own, imports it meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from muster.api.run import Run
+from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
+from muster.errors import LaunchError, RecipeError
+from muster.recipe.overrides import Overrides, as_texts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from muster import run_directory
+    from muster.hardware.inventory import Inventory
+    from muster.launch.cluster import Node
+    from muster.launch.standby import Standby
+    from muster.observe.console import Tail
+    from muster.recipe.load import Source
+    from muster.recipe.schema import Recipe
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Run,
+    overrides: Overrides | None = None,
+    *,
+    gpus: int | Literal["all"] | None = None,
+    strategy: str | None = None,
+    name: str | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    wait: bool = False,
+) -> Run:
+    """Start a run, as `muster train --detach` does, and return it at once.
+
+    The run has processes of its own: it goes on when this process ends. What is known to fail is
+    refused before anything is started.
+
+    `recipe`: a shipped recipe's name, a YAML file, the document as a dict (`defaults` lists what it builds
+    on), or a run to continue. `overrides`: a dict, or a list of `key=value`. `gpus`: ranks on this machine;
+    by default every GPU, or one process on all cores. `strategy` is short for `distributed.strategy`.
+    `name` names the run directory; one that is there already goes on. `nodes` and what follows are those
+    of `muster train`: call it on each machine. With `wait`, return when the run has ended; see `Run.wait`.
+    """
+    from muster.launch import cluster
+
+    rank_info = cluster.detect(os.environ)
+    if rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
+        raise LaunchError(
+            f"muster.train starts the ranks itself, but {rank_info.launcher} has started {rank_info.world} "
+            f"already, and this is rank {rank_info.rank}; run this script with plain python, or "
+            "`muster train` by the launcher"
+        )
+    changes = as_texts(overrides)
+    source: Source = recipe if isinstance(recipe, Mapping) else str(recipe)
+    if isinstance(recipe, Run):
+        source = str(recipe.path)
+    started = start(
+        source,
+        [*changes, *(strategy_changes(strategy, changes) if strategy else [])],
+        gpus=gpus,
+        name=name,
+        nodes=nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+    )
+    run = Run(started.run.path)
+    return run.wait() if wait else run
+
+
+@dataclass(frozen=True)
+class Started:
+    run: run_directory.Run
+    node: Node  # which machine this is
+    ranks: int  # on each machine
+    found: Inventory
+    supervisor: subprocess.Popen[bytes]
+    events: Tail  # of this start, without those of earlier ones
+
+
+def start(
+    recipe: Source,
+    changes: Sequence[str],
+    *,
+    gpus: int | str | None = None,
+    rehearse: int | None = None,
+    name: str | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    master_addr: str | None = None,
+    master_port: int | None = None,
+    console: Console | None = None,
+) -> Started:
+    """Check, make or find the run directory, and start this machine's supervisor. A `console` shows
+    what takes long."""
+    from muster.launch.standby import Standby
+
+    standby = Standby()  # the first thing: it takes seconds
+    try:
+        from muster.hardware import inventory
+        from muster.launch import addresses, cluster
+
+        node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
+        existing, resolved = resolve(recipe, changes, node.rank > 0, console)
+        found = inventory.detect()
+        ranks = rehearse or rank_count(resolved, gpus, found)
+        resolved = check_before_launch(resolved, ranks * node.nodes, ranks, existing is not None)
+        addresses.check(node)
+        if node.rank > 0:
+            started = _join(node, resolved, ranks, found, standby, console)
+        else:
+            started = _begin(node, resolved, ranks, found, standby, existing, name, console)
+    except BaseException:
+        standby.end()
+        raise
+    # A process that ends is a zombie until its parent, which may live long, has asked for its exit code.
+    threading.Thread(target=started.supervisor.wait, daemon=True, name="supervisor").start()
+    return started
+
+
+def _begin(
+    node: Node,
+    recipe: Recipe,
+    ranks: int,
+    found: Inventory,
+    standby: Standby,
+    existing: run_directory.Run | None,
+    name: str | None,
+    console: Console | None,
+) -> Started:
+    from muster.launch import local
+    from muster.observe.console import events_to_come
+
+    run, claim, _ = open_run(recipe, ranks * node.nodes, ranks, existing, name, console)
+    events = events_to_come(run.path)
+    with claim:  # the supervisor holds it too, from its start to its end
+        run.begin()
+        supervisor = local.start(run, ranks, node, claim, standby)
+    return Started(run, node, ranks, found, supervisor, events)
+
+
+def _join(
+    node: Node,
+    recipe: Recipe,
+    ranks: int,
+    found: Inventory,
+    standby: Standby,
+    console: Console | None,
+) -> Started:
+    """Not node 0: its run is this node's too."""
+    from muster.launch import local
+    from muster.observe.console import events_to_come
+
+    if console:
+        console.print(
+            f"node {node.rank} of {node.nodes}: looking for node 0 at {node.address}:{node.port}"
+        )
+    run = local.join_run(node, recipe)
+    events = events_to_come(run.path)
+    return Started(run, node, ranks, found, local.start(run, ranks, node, standby=standby), events)
+
+
+def resolve(
+    recipe: Source,
+    changes: Sequence[str],
+    runs_elsewhere: bool = False,
+    console: Console | None = None,
+) -> tuple[run_directory.Run | None, Recipe]:
+    """The run to continue, if `recipe` is one, and the validated recipe."""
+    existing = existing_run(recipe, runs_elsewhere) if isinstance(recipe, str) else None
+    source = str(existing.path / "recipe.yaml") if existing else recipe
+    return existing, read_recipe(source, changes, console)
+
+
+def read_recipe(
+    recipe: Source, changes: Sequence[str] = (), console: Console | None = None
+) -> Recipe:
+    """The recipe; a `console` is told which older key names it used."""
+    from muster.recipe.load import read
+
+    try:
+        loaded = read(recipe, changes)
+    except RecipeError:
+        if isinstance(recipe, str) and (words := _of_a_model(recipe)):
+            raise RecipeError(words) from None
+        raise
+    if console:
+        for old, new in loaded.renamed.items():
+            console.print(f"[dim]{old} is read as {new}[/]")
+    return loaded.recipe
+
+
+def _of_a_model(name: str) -> str | None:
+    """How to train what is a model and no recipe; a plan takes both."""
+    from muster.planner.find_recipe import as_recipe
+
+    recipe, needed = as_recipe(name)
+    if recipe == name:
+        return None
+    return (
+        f"{name}: a model, not a recipe; train it by the recipe {recipe}: "
+        f"muster train {' '.join([recipe, *needed])}"
+    )
+
+
+def strategy_changes(name: str, given: Sequence[str]) -> list[str]:
+    """The strategy; sizes and files of another one, left in a recipe or a run, do not hold it up."""
+    from muster.parallel.layout import unused_keys
+
+    told = {word.partition("=")[0] for word in given}
+    others = [f"{key}={value}" for key, value in unused_keys(name).items() if key not in told]
+    return [f"distributed.strategy={name}", *others]
+
+
+def rank_count(
+    recipe: Recipe, asked: int | str | None, found: Inventory, elsewhere: bool = False
+) -> int:
+    """Ranks on each machine; what a cluster's machines offer is not known here."""
+    if asked == "all" and elsewhere:
+        raise LaunchError("--gpus all: say how many GPUs each node has, as in --gpus 8")
+    if asked not in (None, "all") and not (str(asked).isdigit() and int(asked) > 0):
+        raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
+    wanted: int | Literal["all", "auto"] = recipe.distributed.devices
+    if asked is not None:
+        wanted = "all" if asked == "all" else int(asked)
+    return found.rank_count(wanted, share=elsewhere)

@@ -1,0 +1,71 @@
+"""The state of one rank's training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from muster.auto import AutoChoice
+from muster.data.loader import Batch, Loader
+from muster.observe.heartbeat import beat
+from muster.observe.observer import Observer
+from muster.observe.profile import Profile
+from muster.parallel.context import share
+from muster.parallel.engine import Engine, StepFunctions
+from muster.parallel.mesh import Mesh
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Task
+from muster.training.checkpoint import Checkpoints
+from muster.training.precision import LossScale, autocast
+
+MAX_EVALUATION_BATCH = 32
+
+
+@dataclass
+class Job:
+    """Everything one rank needs to train."""
+
+    recipe: Recipe
+    task: Task
+    engine: Engine
+    mesh: Mesh
+    loader: Loader
+    checkpoints: Checkpoints
+    observer: Observer
+    precision: str
+    steps: int
+    start: int = 0  # completed steps; also the position in the data
+    bad_steps: int = 0  # in a row
+    scale: LossScale = field(default_factory=LossScale)
+    profile: Profile = field(default_factory=Profile)
+    choices: dict[str, AutoChoice] = field(default_factory=dict)
+    current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
+
+    @property
+    def evaluation_batch(self) -> int:
+        """evaluation.batch_size; `auto` is that of a training micro-batch."""
+        asked = self.recipe.evaluation.batch_size
+        slots = self.loader.ranks * self.loader.accumulation
+        per_device = math.ceil(self.recipe.training.global_batch_size / slots)
+        return asked if isinstance(asked, int) else min(MAX_EVALUATION_BATCH, per_device)
+
+    @property
+    def compiled(self) -> bool:
+        return "compile" in self.choices and self.choices["compile"].used
+
+    @cached_property
+    def functions(self) -> StepFunctions:
+        """The task's functions for the engine."""
+        return StepFunctions(
+            prepare=self._prepare,
+            inputs=self.task.inputs,
+            loss=self.task.loss,
+            autocast=lambda: autocast(self.precision, self.mesh.device),
+        )
+
+    def _prepare(self, batch: Batch) -> Batch:
+        beat("forward and backward")
+        self.current_ids = batch.ids
+        prepared = self.task.prepare(batch.to(self.mesh.device))
+        return share(prepared, self.mesh.layout, self.mesh.rank)

@@ -1,0 +1,209 @@
+"""The training loop: counts optimizer steps, and computes the same on any layout."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from muster.data.corpus import Split
+from muster.data.loader import Batch
+from muster.observe.heartbeat import beat
+from muster.parallel.gradients import clip_divisor
+from muster.parallel.timestamps import DeviceTimestamp
+from muster.training import memory
+from muster.training.evaluate import Evaluation, evaluate
+from muster.training.job import Job
+from muster.training.optimizer import learning_rate, seed_step
+from muster.training.precision import autocast
+from muster.training.step_results import Launched, keep_line, read, to_host
+from muster.training.warm_up import gave_up_compiling, warm_up
+
+COLLECT_EVERY = 50  # steps between collections of garbage; they take milliseconds
+
+
+def train(job: Job) -> int:
+    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
+    for part in job.engine.parts:
+        part.train()
+    warm_up(job)
+    if job.mesh.device.type == "cuda":
+        job.observer.choices(job.choices)
+    done, saving, late = job.start, job.recipe.checkpoint, _reads_late(job)
+    batches = job.loader.steps(job.start, job.steps)
+    unread: Launched | None = None
+    before: Launched | None = None  # if nothing else happened since
+    with _collected_between_steps():
+        for step in range(job.start, job.steps):
+            job.profile.begin(step, job.mesh)
+            if step > job.start and job.profile.covers(step - 1):
+                before = None
+            try:
+                before = launched = _launch(job, step, batches, before)
+            except Exception:
+                keep_line(job, unread)
+                raise
+            if unread is not None:
+                read(job, unread)
+            unread, done = launched, step + 1
+            last = done == job.steps or launched.stop
+            evaluates = _due(done, job.recipe.evaluation.every_steps) and not last
+            saves = _due(done, saving.every_steps) or launched.stop or (last and saving.final)
+            if last or evaluates or saves or not late:
+                read(job, unread)
+                unread = None
+            if evaluates:
+                score(job, done, "validation")
+            if saves:
+                _save(job, done)
+            if evaluates or saves:
+                before = None
+                gc.collect()
+            elif done % COLLECT_EVERY == 0:
+                gc.collect(1)
+            if last:
+                break
+    job.profile.end(job.mesh)
+    batches.close()  # type: ignore[attr-defined]
+    job.observer.flush(job.mesh)
+    job.checkpoints.wait()
+    return done
+
+
+def _reads_late(job: Job) -> bool:
+    """Whether a step's results are read after the next step was launched, so that a GPU always has work
+    queued. The loss scale of float16 depends on the step before."""
+    return job.mesh.device.type == "cuda" and not job.scale.dynamic
+
+
+@contextmanager
+def _collected_between_steps() -> Iterator[None]:
+    """Python's garbage collector would stop one rank in the middle of a step, and the others with it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def _launch(
+    job: Job, step: int, batches: Iterator[list[Batch]], before: Launched | None
+) -> Launched:
+    """One optimizer step over one global batch. `before`: the step that ended when this one began."""
+    mesh, training = job.mesh, job.recipe.training
+    beat("waiting for data", step + 1)
+    waiting = DeviceTimestamp(mesh.device)
+    micro_batches = next(batches)
+    loaded = DeviceTimestamp(mesh.device)
+
+    beat("counting the batch")
+    amounts = _amounts(micro_batches)
+    units, samples, *sums, stop = mesh.sum(
+        sum(batch.units for batch in micro_batches),
+        sum(len(b.ids) for b in micro_batches),
+        *amounts.values(),
+        everyone=job.observer.stop_requested(),
+    )
+    agreed = DeviceTimestamp(mesh.device)
+    micro_batches, losses = _accumulate(job, step, micro_batches, units)
+    synced = DeviceTimestamp(mesh.device)
+    ready = job.engine.ready() or synced
+
+    beat("optimizer step")
+    loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
+    summed = DeviceTimestamp(mesh.device)
+    lr = learning_rate(training, step, job.steps)
+    with memory.oom_context(job, step, "optimizer step"):
+        norm = job.engine.grad_norm(job.scale.value)
+        divisor = clip_divisor(norm, training.max_grad_norm, job.scale.value)
+        job.engine.step(lr, divisor, loss.isfinite() & norm.isfinite())
+    job.engine.zero_grad()
+    return Launched(
+        step,
+        [batch.ids for batch in micro_batches],
+        losses,
+        to_host(torch.stack([loss, norm.to(loss.device)])),
+        lr,
+        samples=int(samples),
+        amounts=dict(zip(amounts, sums, strict=True)),
+        filled=sum(b.filled for b in micro_batches),
+        cells=sum(b.cells for b in micro_batches),
+        stop=stop > 0,
+        begin=before.end if before else waiting,
+        waiting=waiting,
+        loaded=loaded,
+        agreed=agreed,
+        ready=ready,
+        synced=synced,
+        summed=summed,
+        end=DeviceTimestamp(mesh.device),
+    )
+
+
+def _accumulate(
+    job: Job, step: int, batches: list[Batch], units: float
+) -> tuple[list[Batch], list[Tensor]]:
+    """The gradients of the global batch; the loss is divided once, by all of its units. Returns the
+    micro-batches, which are smaller than `batches` where those did not fit, and their losses."""
+    functions = replace(job.functions, scale=job.scale.value / units)
+    while True:
+        seed_step(job.recipe.seed, step, job.mesh.rank)
+        try:
+            return batches, job.engine.accumulate(batches, functions)
+        except Exception as error:
+            if not gave_up_compiling(job, error):
+                memory.shrink_or_raise(job, step, error)
+        memory.recover(job)
+        batches = job.loader.micro_batches(step)
+
+
+def sync_buffers(job: Job) -> None:
+    """Broadcast rank 0's buffers (running statistics) before they are used or saved."""
+    if job.mesh.world > 1 and not job.recipe.distributed.sync_batchnorm:
+        for part in job.engine.parts:
+            for buffer in part.buffers():
+                dist.broadcast(buffer, 0)
+
+
+def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
+    """The scores after `done` steps, on the first of `splits` that has data; also logged."""
+    sync_buffers(job)
+    with memory.oom_context(job, done - 1, "evaluation"):
+        for split in splits:
+            found = evaluate(
+                job.task,
+                job.engine,
+                split,
+                job.mesh,
+                job.evaluation_batch,
+                lambda: autocast(job.precision, job.mesh.device),
+            )
+            if found is not None:
+                job.observer.evaluation(done, found.split, found.scores)
+                return found
+    return None
+
+
+def _save(job: Job, done: int) -> None:
+    sync_buffers(job)
+    trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
+    with memory.oom_context(job, done - 1, "save"):
+        stall = job.checkpoints.save(done, job.engine, trainer)
+    job.observer.event("checkpoint", step=done, stall_s=stall)
+
+
+def _due(done: int, every: int | None) -> bool:
+    return every is not None and done % every == 0
+
+
+def _amounts(batches: Sequence[Batch]) -> dict[str, float]:
+    names = {name for batch in batches for name in batch.amounts}
+    return {name: sum(batch.amounts.get(name, 0.0) for batch in batches) for name in sorted(names)}

@@ -1,0 +1,126 @@
+"""The results of an optimizer step, read once the device has computed them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from muster.errors import DataError
+from muster.observe.heartbeat import beat
+from muster.observe.observer import StepRecord
+from muster.parallel.timestamps import DeviceTimestamp
+from muster.training.job import Job
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Launched:
+    """One optimizer step that was launched: its results on the device, and when its parts were reached."""
+
+    step: int  # counted from 0
+    ids: list[list[int]]  # samples of each micro-batch
+    losses: list[Tensor]  # of each micro-batch
+    results: Tensor  # mean loss of the global batch and gradient norm: on the host, once at `end`
+    lr: float
+    samples: int
+    amounts: dict[str, float]
+    filled: int
+    cells: int
+    stop: bool  # a stop was requested
+    begin: DeviceTimestamp  # the end of the step before
+    waiting: DeviceTimestamp  # for data
+    loaded: DeviceTimestamp
+    agreed: DeviceTimestamp  # all ranks have loaded their data
+    ready: DeviceTimestamp  # this rank's gradients are computed
+    synced: DeviceTimestamp  # those of all ranks are summed
+    summed: DeviceTimestamp  # and their losses
+    end: DeviceTimestamp
+
+
+def read(job: Job, launched: Launched) -> None:
+    """Wait for the step's results: its line in the metrics, and what was not finite."""
+    beat("waiting for the device")
+    record = _record(job, launched)
+    job.observer.step(record, job.mesh)
+    _check_finite(job, launched, not record.skipped)
+    job.checkpoints.check()
+
+
+def _record(job: Job, launched: Launched) -> StepRecord:
+    step_time = launched.begin.until(launched.end)  # from here on the results are on the host
+    step, (loss, grad_norm) = launched.step, launched.results.tolist()
+    exposed = waited = 0.0
+    if job.mesh.world > 1:
+        exposed = max(0.0, launched.ready.until(launched.synced))
+        waited = launched.loaded.until(launched.agreed) + launched.synced.until(launched.summed)
+    return StepRecord(
+        step=step + 1,
+        epoch=job.loader.plan.epoch_of(step),
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=launched.lr,
+        samples=launched.samples,
+        step_time_s=step_time,
+        data_wait_s=launched.waiting.until(launched.loaded),
+        comm_wait_s=exposed + waited,
+        compute_s=max(0.0, launched.agreed.until(launched.synced) - exposed),
+        filled=launched.filled,
+        cells=launched.cells,
+        amounts=launched.amounts,
+        skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
+        profiled=job.profile.covers(step),
+    )
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host, complete when the device gets there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
+def keep_line(job: Job, unread: Launched | None) -> None:
+    """The metrics of a step that was not read yet when the next one failed; without the other ranks, which
+    may not have failed."""
+    if unread is not None:
+        with suppress(Exception):  # the device may be gone
+            job.observer.write(_record(job, unread))
+
+
+def _check_finite(job: Job, launched: Launched, finite: bool) -> None:
+    """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
+    step, overflow = launched.step, job.scale.update(finite)
+    if finite:
+        job.bad_steps = 0
+        return
+    if overflow:
+        log.info("step %d: float16 overflow; the loss scale is now %g", step + 1, job.scale.value)
+        return
+    job.bad_steps += 1
+    suspects = [  # ranks without the loss have none
+        i
+        for ids, loss in zip(launched.ids, launched.losses, strict=False)
+        if not math.isfinite(loss)
+        for i in ids
+    ]
+    rows = [i for ids in job.mesh.gather(suspects) for i in ids]
+    if not rows:  # finite losses, but a gradient is not
+        rows = job.loader.plan.batch(step).tolist()
+    names = ", ".join(job.loader.source.name(i) for i in rows[:16]) + (
+        " …" if len(rows) > 16 else ""
+    )
+    log.warning(
+        "step %d skipped: non-finite loss or gradient; the micro-batch held %s", step + 1, names
+    )
+    if job.bad_steps >= job.recipe.training.max_bad_steps:
+        raise DataError(
+            f"the loss or gradient was not finite in {job.bad_steps} steps in a row, last at step {step + 1} "
+            f"with {names}; look at those rows, lower training.lr, or raise training.max_bad_steps"
+        )
