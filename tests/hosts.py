@@ -42,8 +42,8 @@ class Host:
             env=env,
         )
 
-    def muster(self, *arguments: str, folder: Path) -> subprocess.Popen[str]:
-        return self.start(*processes.MUSTER, *arguments, folder=folder)
+    def muster(self, *arguments: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+        return self.start(*processes.MUSTER, *arguments, folder=folder, **env)
 
     def add_address(self, address: str) -> None:
         _ip("-n", self.namespace, "addr", "add", address, "dev", self.device)

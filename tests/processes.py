@@ -10,13 +10,15 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import random
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -218,9 +220,12 @@ def lives(pid: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Below those that the system gives to whoever asks for any: it stays free until it is taken."""
+    while True:
+        number = random.SystemRandom().randrange(20_000, 29_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", number))
+            return number
 
 
 @contextmanager
@@ -229,6 +234,17 @@ def fixed_port(number: int) -> Iterator[None]:
     with open(f"{os.environ[ADDRESS]}.port-{number}", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def press_ctrl_c(watcher: subprocess.Popen[str]) -> str:
+    """Until it is heard: an interrupt that arrives while a callback runs can be lost."""
+    for _ in range(4):
+        watcher.send_signal(signal.SIGINT)
+        try:
+            return str(watcher.communicate(timeout=15)[0])
+        except subprocess.TimeoutExpired:
+            continue
+    raise AssertionError("the watcher did not leave")
 
 
 def until(condition: Callable[[], object], limit: float = 90.0) -> None:

@@ -172,7 +172,7 @@ def _until_ready(slurm: Slurm) -> None:
     _until(ready, slurm)
 
 
-def _until(condition, slurm: Slurm, limit: float = 30.0) -> None:
+def _until(condition, slurm: Slurm, limit: float = 90.0) -> None:
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, slurm.logs()

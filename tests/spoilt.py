@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 
 from muster import run_directory
+from muster.hardware import rehearsal
 from muster.run_directory import Run
-from processes import muster, python_path
+from processes import muster, python_path, until
 from tiny import LONG
 
 HOW = ("sleep", "skip", "SIGSTOP", "SIGKILL")
@@ -43,8 +44,8 @@ if os.environ.get("RANK") == "1":
 def spoil(
     root: Path, recipe: str, collective: str, counts: str, *words: str
 ) -> dict[str, tuple[Run, float]]:
-    """All runs at once: each run, and how long it lived after its rank went astray. Calls of the
-    `collective` are counted where `counts` holds."""
+    """All runs, which wait at once: each run, and how long it lived after its rank went astray. Calls of
+    the `collective` are counted where `counts` holds."""
     plant = PLANT.replace("COLLECTIVE", collective).replace("COUNTS", counts)
     (root / "sitecustomize.py").write_text(plant)
     for how in HOW:
@@ -52,6 +53,10 @@ def spoil(
         env = {**python_path(root), "PLANT": how, "PLANTED": str(root / how / "planted")}
         arguments = [recipe, *RECIPE, *words, "--gpus", "2", "--detach"]
         muster("train", *arguments, folder=root / how, env=env)
+        if (
+            not rehearsal.active()
+        ):  # on cores that they would share, no run keeps another from its steps
+            until((root / how / "planted").exists)
     found = {how: run_directory.find("latest", root / how / "runs") for how in HOW}
     lived: dict[str, float] = {}
     end = time.monotonic() + 240
@@ -60,6 +65,6 @@ def spoil(
         for how, run in found.items():
             if how not in lived and run.state() not in run_directory.ALIVE:
                 planted = root / how / "planted"
-                lived[how] = time.time() - planted.stat().st_mtime
+                lived[how] = run.info()["ended"] - planted.stat().st_mtime
         time.sleep(0.2)
     return {how: (found[how], lived[how]) for how in HOW}

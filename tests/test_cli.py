@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -67,18 +66,22 @@ def test_who_waits_for_long_is_told_on_stderr(monkeypatch, capsys):
     with common.working("at once"):
         pass
     monkeypatch.setattr(common, "PATIENCE_S", 0.0)
+    told = ["", ""]
+
+    def says(words: str) -> bool:
+        told[:] = (before + new for before, new in zip(told, capsys.readouterr(), strict=True))
+        return words in told[1]
+
     with common.working("slowly") as progress:
         progress(1, 2)
-        time.sleep(0.2)
+        processes.until(lambda: says("slowly …\n"))
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
     with common.working("slowly") as progress:
         progress(1, 2)
-        time.sleep(0.2)
-    out, err = capsys.readouterr()
+        processes.until(lambda: says("slowly: 1 of 2 batches …"))
+    out, err = told
     assert out == ""
-    plain, _, live = err.partition("\n")
-    assert plain == "slowly …"
-    assert "slowly: 1 of 2 batches …" in live
+    assert err.partition("\n")[0] == "slowly …"
 
 
 def test_transcribe_without_a_checkpoint_is_one_line(tmp_path):

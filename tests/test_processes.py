@@ -59,7 +59,7 @@ def test_an_uncaught_error_is_shown_as_python_shows_it(tmp_path, real):
 
 PARENT = """
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time, sys; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time, sys; time.sleep(600)"])
 print(child.pid, flush=True)
 sys.exit(-child.wait())
 """
@@ -70,16 +70,16 @@ def test_what_a_program_starts_is_its_child_and_its_end_is_seen(tmp_path):
     child = psutil.Process(int(parent.stdout.readline()))
     assert child.ppid() == parent.pid
     child.send_signal(signal.SIGTERM)
-    assert parent.wait(20) == signal.SIGTERM
+    assert parent.wait(60) == signal.SIGTERM
     assert not child.is_running()
 
 
 def test_a_signal_ends_a_program_and_is_its_code(tmp_path):
-    process = start([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"])
+    process = start([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"])
     process.stdout.readline()
     assert process.poll() is None
     process.kill()
-    assert process.wait(20) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
     until(lambda: not psutil.pid_exists(process.pid))
 
 

@@ -36,6 +36,19 @@ if "muster.worker" in sys.orig_argv:
         return real(*args, **kwargs)
     torch.optim.AdamW.step = step
 """
+HELD = """
+import os
+if "RANK" in os.environ:
+    import time
+    import torch
+    real = torch.optim.AdamW.step
+    def step(self, *args, **kwargs):
+        taken = max((int(state["step"]) for state in self.state.values() if "step" in state), default=0)
+        while taken >= {steps} and not os.path.exists({go!r}):
+            time.sleep(0.02)
+        return real(self, *args, **kwargs)
+    torch.optim.AdamW.step = step
+"""
 STEPS = 12
 LONG = "training.steps=100000"  # for runs that are to be ended
 
@@ -51,6 +64,13 @@ def write(folder: Path) -> Path:
 def slow_steps(folder: Path, seconds: float = 0.15) -> dict[str, str]:
     """Variables under which every optimizer step takes so long: time to interrupt a short run."""
     (folder / "sitecustomize.py").write_text(SLOW.format(seconds=seconds))
+    return python_path(folder)
+
+
+def held_after(steps: int, folder: Path, go: Path) -> dict[str, str]:
+    """Variables under which ranks wait after so many optimizer steps until there is a file `go`: a short
+    run that cannot end before it is interrupted. Steps before a checkpoint count."""
+    (folder / "sitecustomize.py").write_text(HELD.format(steps=steps, go=str(go)))
     return python_path(folder)
 
 

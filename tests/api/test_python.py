@@ -122,13 +122,21 @@ def test_starting_and_stopping_a_run_imports_no_torch(recipe, tmp_path):
 
 
 WAITING = """
-import os, signal, threading, time
+import os, signal, sys, threading, time, traceback
 import psutil
 import muster
 run = muster.train(RECIPE, {"training": {"steps": 100000}, "distributed.max_restarts": 0}, gpus=1)
 while not run.last:
     time.sleep(0.05)
-threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+def press_ctrl_c():
+    # while the run is waited for
+    here, main = os.path.dirname(muster.__file__), threading.main_thread().ident
+    def place(frame):
+        return frame.name, frame.filename.startswith(here), (frame.line or "").partition("(")[0]
+    while ("wait", True, "time.sleep") not in map(place, traceback.extract_stack(sys._current_frames()[main])):
+        time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press_ctrl_c, daemon=True).start()
 try:
     run.wait()
 except KeyboardInterrupt as error:
@@ -139,7 +147,7 @@ for process in supervisor.children(recursive=True):
     if "muster.worker" in " ".join(process.cmdline()):
         process.kill()
 try:
-    run.wait(60)
+    run.wait(120)
 except muster.MusterError as error:
     print(error)
 """

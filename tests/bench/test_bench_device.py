@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -22,11 +23,22 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure 
 
 @pytest.mark.serial
 def test_the_median_is_of_one_call_however_many_make_a_sample():
-    """A nap of 2 ms is timed several to a sample of 20."""
+    """A nap of 2 ms is timed several to a sample of 20; naps take longer than they should where the
+    machine is busy, and are measured one by one too."""
+
+    def one_by_one() -> float:
+        took = []
+        for _ in range(50):
+            began = time.perf_counter()
+            time.sleep(0.002)
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    before = one_by_one()
     calls = iter(range(10**6))
     timer = Timer(CPU)
     took = timer.median("nap", lambda: (next(calls), time.sleep(0.002)), 0.3)
-    assert 0.002 <= took < 0.004
+    assert 0.002 <= took < 2 * max(before, one_by_one())
     assert timer.samples["nap"] >= bench_device.REPEATS
     assert next(calls) >= 4 * timer.samples["nap"]
 

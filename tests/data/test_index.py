@@ -70,7 +70,7 @@ def test_progress_goes_up_to_the_whole_and_counts_what_was_kept(tmp_path):
 def test_row_groups_are_measured_side_by_side(tmp_path, monkeypatch):
     (path,) = write(tmp_path, files=1, rows=6)
     monkeypatch.setattr(index.os, "cpu_count", lambda: 2)
-    both, header = threading.Barrier(2, timeout=20), audio.header
+    both, header = threading.Barrier(2, timeout=60), audio.header
 
     def meet(clip):
         both.wait()  # passes only if another thread is here too
@@ -247,7 +247,7 @@ def test_row_groups_held_at_once_have_a_bound_and_one_always_passes(
             held.add(threading.get_ident())
             seen.append(len(held))
             together.notify_all()
-            together.wait_for(lambda: max(seen) >= most, timeout=20)
+            together.wait_for(lambda: max(seen) >= most, timeout=60)
         time.sleep(0.01)
         try:
             return measure(cells, rows, decode)

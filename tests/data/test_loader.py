@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from muster.data.batches import BatchPlan
 from muster.data.loader import Batch, Loader
 from muster.errors import DataError
+from processes import until
 
 
 class Numbers:
@@ -102,17 +104,39 @@ def test_an_error_in_a_thread_surfaces_at_its_own_step():
 
 
 def test_leaving_early_ends_the_threads_and_drops_what_was_ahead():
-    source = Numbers()
-    source.delay = lambda index: 0.002
+    source, leaving, load = Numbers(), threading.Event(), Numbers.load
+
+    def stay(index: int) -> int:
+        """A thread that is ahead by ten steps goes on when those are dropped that nobody has begun."""
+        if len(source.loaded) >= 8 * 10:
+            assert leaving.wait(60)
+        return load(source, index)
+
+    source.load = stay
     steps = make(source, workers=2, prefetch=50).steps(0, 1000)
     next(steps)
     assert data_threads()
-    steps.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", dropping(leaving))
+        steps.close()
     assert data_threads() == []
     done = len(source.loaded)
     assert done < 8 * 25, "of 50 steps ahead"
     time.sleep(0.05)
     assert len(source.loaded) == done
+
+
+def dropping(leaving: threading.Event):
+    """An executor's `shutdown` that tells when it has cancelled what it was asked to."""
+    shutdown = ThreadPoolExecutor.shutdown
+
+    def tell(pool, wait=True, *, cancel_futures=False):
+        if wait:
+            leaving.set()
+        shutdown(pool, wait, cancel_futures=cancel_futures)
+        leaving.set()
+
+    return tell
 
 
 def test_the_end_leaves_no_threads():
@@ -135,9 +159,7 @@ def test_as_many_steps_as_asked_are_prepared_while_one_is_used(workers, prefetch
     steps = make(source, workers=workers, prefetch=prefetch).steps(0, 100)
     next(steps)
     expected = 8 * (1 + ahead)
-    limit = time.monotonic() + 5
-    while len(source.loaded) < expected and time.monotonic() < limit:
-        time.sleep(0.002)
+    until(lambda: len(source.loaded) >= expected)
     time.sleep(0.02)
     assert len(source.loaded) == expected
     steps.close()

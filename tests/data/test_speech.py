@@ -159,7 +159,7 @@ def test_a_rank_of_many_judges_by_the_clips_it_has_met(source):
 
 
 def test_a_broken_clip_that_many_threads_load_at_once_is_counted_once(source, monkeypatch, caplog):
-    made, together = source([GOOD], max_bad_fraction=1.0), threading.Barrier(4, timeout=20)
+    made, together = source([GOOD], max_bad_fraction=1.0), threading.Barrier(4, timeout=60)
 
     def fail(clip, *how):
         together.wait()
@@ -346,7 +346,7 @@ def test_a_row_group_wanted_by_many_threads_is_read_once(source):
 
 def test_row_groups_are_read_side_by_side(source):
     made = source([GOOD] * 6, cache_bytes=0)
-    table, both = made.files.tables[0], threading.Barrier(2, timeout=20)
+    table, both = made.files.tables[0], threading.Barrier(2, timeout=60)
     read = table.read
     table.read = lambda group: both.wait() * 0 or read(group)  # passes only with another beside it
     with ThreadPoolExecutor(2) as pool:

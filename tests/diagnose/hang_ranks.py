@@ -20,11 +20,17 @@ from muster.observe import heartbeat
 from muster.observe.heartbeat import beat
 from muster.training.checkpoint import Checkpoints
 
-STALL_S = 3.0
+STALL_S = 8.0  # a rank may come late to a step by some seconds, on a busy machine
+CALM_S = 2.0  # between the steps of a rank that is never stalled, for longer than STALL_S in all
 ASTRAY = 4  # the step at which rank 1 does what its scene asks
 LAST = 6
 SLEEP_S = 2 * heartbeat.TICK_S
-AGENT_S = 4.0  # after the first rank ended, the rest is killed, as an agent does
+AGENT_S = (
+    1.0  # after the first rank ended, one that cannot end by itself is killed, as an agent does
+)
+PATIENCE_S = 60.0  # with all others
+GLOO_S = 60.0  # gloo's own limit, which ends no wait but one
+START_S = STALL_S + 4.0  # that one
 
 
 def one_step(step: int, skip: str = "") -> None:
@@ -100,11 +106,17 @@ def raises() -> None:
     raise ValueError("a mistake of its own")
 
 
-def play(scene: str, rank: int, world: int) -> None:
+def astray(folder: Path) -> None:
+    """From here on time is counted: a file, by the last rank to come."""
+    (folder / "astray").touch()
+
+
+def play(scene: str, rank: int, world: int, folder: Path) -> None:
     first, second = dist.new_group(), dist.new_group()
     for step in range(1, LAST):
         skip = ""
         if step == ASTRAY and scene != "calm":
+            astray(folder)
             time.sleep(SLEEP_S)  # until a sign of life of the step before is on disk
         if step == ASTRAY and rank == world - 1:
             actions = {
@@ -124,7 +136,7 @@ def play(scene: str, rank: int, world: int) -> None:
         if step == ASTRAY and scene == "other group":
             dist.all_reduce(torch.ones(1), group=(first, second)[rank])
         if scene == "calm":
-            time.sleep(STALL_S / 2)
+            time.sleep(CALM_S)
         one_step(step, skip)
 
 
@@ -168,7 +180,7 @@ def live(scene: str, rank: int, world: int, folder: Path) -> int:
     log = (folder / "ranks" / f"{rank}.log").open("w")
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    limit = datetime.timedelta(seconds=9 if scene == "start" else 25)
+    limit = datetime.timedelta(seconds=START_S if scene == "start" else GLOO_S)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     heartbeat.start(folder, rank, STALL_S)
@@ -179,9 +191,10 @@ def live(scene: str, rank: int, world: int, folder: Path) -> int:
             waits_for_a_save(folder, grows=scene == "save to a slow disk")
         elif scene == "alone":
             beat("waiting for data", 3)
+            astray(folder)
             sleeps()
         else:
-            play(scene, rank, world)
+            play(scene, rank, world, folder)
     except Exception as error:
         heartbeat.failed(error)
         return 1
@@ -202,20 +215,22 @@ def fork(root: Path) -> dict[int, tuple[str, int]]:
 
 
 def main(root: Path) -> None:
-    begin = time.monotonic()
     living, ended, codes = fork(root), {}, {scene: {} for scene in SCENES}
     while living:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             scene, rank = living.pop(pid)
             codes[scene][rank] = os.waitstatus_to_exitcode(status)
-            ended.setdefault(scene, time.monotonic())
+            ended.setdefault(scene, time.time())
             continue
         for pid, (scene, _) in living.items():
-            if time.monotonic() - ended.get(scene, time.monotonic()) > AGENT_S:
+            patience = AGENT_S if scene in ("stopped", "start") else PATIENCE_S
+            if time.time() - ended.get(scene, time.time()) > patience:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
-    print(json.dumps({s: {"codes": codes[s], "seconds": ended[s] - begin} for s in SCENES}))
+    begun = {s: (root / s / "astray") for s in SCENES}
+    lived = {s: ended[s] - file.stat().st_mtime for s, file in begun.items() if file.exists()}
+    print(json.dumps({s: {"codes": codes[s], "seconds": lived.get(s)} for s in SCENES}))
 
 
 if __name__ == "__main__":

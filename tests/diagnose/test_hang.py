@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hang_ranks import SCENES, SLEEP_S, STALL_S
+from hang_ranks import GLOO_S, SCENES, SLEEP_S, STALL_S
 
 from muster.diagnose.hang import Hang, analyse, last_line
 from muster.observe import heartbeat
@@ -19,8 +19,9 @@ from processes import run
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory) -> dict[str, tuple[Path, dict[str, int], float]]:
-    """Of each scene: its folder, the ranks' exit codes, and the seconds until the first had ended."""
+def scenes(tmp_path_factory) -> dict[str, tuple[Path, dict[str, int], float | None]]:
+    """Of each scene: its folder, the ranks' exit codes, and how long after a rank went astray, if one did,
+    the first had ended."""
     root = tmp_path_factory.mktemp("scenes")
     script = Path(__file__).with_name("hang_ranks.py")
     done = run([sys.executable, script, root])
@@ -105,7 +106,8 @@ def test_stalled_ranks_leave_with_their_code_within_the_limit(scenes):
     for scene in ("sleep", "skip", "skip of three", "slow", "message", "other group", "alone"):
         _, codes, seconds = scenes[scene]
         assert set(codes.values()) == {STALLED}, scene
-        assert seconds < SLEEP_S + STALL_S + 2 * TICK_S + GRACE_S + 6.0, scene  # 6 s to start
+        busy = 10.0  # of a machine, at the worst moment; gloo's own limit comes much later
+        assert seconds < SLEEP_S + STALL_S + 2 * TICK_S + GRACE_S + busy < GLOO_S, scene
 
 
 def test_no_stall_is_counted_before_the_first_beat(scenes):
@@ -194,9 +196,9 @@ def test_a_sign_of_life_shows_the_step_and_the_phase(tmp_path):
 
 def test_a_beat_costs_next_to_nothing(tmp_path):
     heartbeat.start(tmp_path, 0, None)
-    begin = time.perf_counter()
+    begin = time.thread_time()  # which other threads and programs do not add to
     for step in range(100_000):
         heartbeat.beat("forward and backward", step)
-    each = (time.perf_counter() - begin) / 100_000
+    each = (time.thread_time() - begin) / 100_000
     heartbeat.stop()
-    assert each < 5e-6  # about 0.3 µs; the rest is room for a busy machine
+    assert each < 5e-6  # about 0.3 µs; the rest is room for a slow machine

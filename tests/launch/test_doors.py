@@ -18,7 +18,7 @@ from muster.observe.results import STOP_FILE
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
 from processes import MUSTER, free_port, runs_module, start, until
-from tiny import LONG, STEPS, losses
+from tiny import LONG, STEPS, held_after, losses
 
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
 DEEPSPEED = str(Path(sys.executable).with_name("deepspeed"))
@@ -84,13 +84,16 @@ def test_ranks_in_new_interpreters_train_alike(undisturbed, recipe, tmp_path):
 
 def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe, tmp_path):
     command = [*TORCHRUN, "--max-restarts=2", *MUSTER[1:], "train", recipe]
-    process = start([*command, "training.steps=18"], tmp_path)
-    until(lambda: len(said_of(tmp_path)) > 7 or process.poll() is not None)
+    go = tmp_path / "go"
+    process = start([*command, "training.steps=18"], tmp_path, env=held_after(17, tmp_path, go))
+    saved = tmp_path / "runs" / "latest" / "checkpoints" / "step-12" / "manifest.json"
+    until(lambda: saved.exists() or process.poll() is not None)
     psutil.Process(process.pid).children()[1].kill()
+    go.touch()
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert len(run_directory.every(tmp_path / "runs")) == 1
-    assert "resumed at step" in said
+    assert "resumed at step 12" in said
     alone = [line["loss"] for line in undisturbed(1)[:18]]
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 
@@ -147,7 +150,7 @@ def test_a_signal_asks_for_a_checkpoint_at_the_next_step(recipe, tmp_path, numbe
     supervisor = psutil.Process(the_run(tmp_path).info()["pid"])
     workers = [p for p in supervisor.children() if runs_module(p, "muster.worker")]
     (supervisor if to == "supervisor" else workers[1]).send_signal(number)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=200)[0]
     assert the_run(tmp_path).state() == "stopped", said
     assert process.returncode == (143 if to == "supervisor" else 0)
     done = len(said_of(tmp_path))
@@ -167,7 +170,7 @@ def test_what_a_rank_cannot_heed_is_refused_by_name(monkeypatch, recipe, flag):
 
 def test_a_process_that_is_a_rank_already_starts_no_others(recipe, tmp_path):
     process = start([*TORCHRUN, *MUSTER[1:], "train", recipe, "--gpus", "2"], tmp_path)
-    said = process.communicate(timeout=100)[0]
+    said = process.communicate(timeout=200)[0]
     assert process.returncode != 0
     assert "torchrun has started 2 ranks already" in said
     assert not (tmp_path / "runs").exists()

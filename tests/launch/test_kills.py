@@ -116,7 +116,7 @@ def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed
         ranks = supervisor.children()
         supervisor.kill()
         rank.kill()
-        until(lambda: not any(lives(p.pid) for p in (supervisor, *ranks)), limit=20)
+        until(lambda: not any(lives(p.pid) for p in (supervisor, *ranks)))
         assert len(ranks) == 2
         assert run.state() == "interrupted"
         muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -13,21 +11,23 @@ import pytest
 
 import processes
 from muster import run_directory
+from muster.observe.results import STOP_FILE
 from muster.run_directory import Run
-from processes import MUSTER, lives, muster, python_path, runs_module, until
-from tiny import LONG, losses
+from processes import MUSTER, lives, muster, press_ctrl_c, python_path, runs_module, until
+from tiny import LONG, held_after, losses
 
 STEPS = 24
 
 
 @pytest.fixture
 def start(recipe, tmp_path):
-    """`start("key=value")` begins a run of 24 steps on two ranks, in a folder of its own."""
+    """`start(folder, steps, go)` begins a run of 24 steps on two ranks, in a folder of its own; after
+    `steps` it waits until there is a file `go`."""
 
-    def begin(*overrides: str, folder: Path = tmp_path) -> Run:
+    def begin(folder: Path, steps: int, go: Path) -> Run:
         words = [f"training.steps={STEPS}", "distributed.max_restarts=20"]
-        words += ["checkpoint.every_steps=3", *overrides]
-        muster("train", recipe, *words, "--gpus", "2", "--detach", folder=folder)
+        words += ["checkpoint.every_steps=3", "--gpus", "2", "--detach"]
+        muster("train", recipe, *words, folder=folder, env=held_after(steps, folder, go))
         return run_directory.find("latest", folder / "runs")
 
     return begin
@@ -65,13 +65,15 @@ def expected(undisturbed, steps: int = STEPS) -> list[float]:
     return [line["loss"] for line in undisturbed(2)[:steps]]
 
 
-def storm(run: Run, kills: int, seed: int) -> int:
-    """Kill a random rank at random moments, every other time in the middle of a save."""
+def storm(run: Run, kills: int, seed: int, go: Path) -> int:
+    """Kill a random rank at random moments, every other time in the middle of a save: for that the run may
+    have to `go` on to its end."""
     rng, done = random.Random(seed), 0
     while done < kills and not ended(run):
         restarts = run.info().get("restarts", 0)
         until(lambda: ended(run) or workers(run))
         if done % 2:
+            go.touch()
             until(lambda: ended(run) or saving(run))
         else:
             time.sleep(rng.uniform(0.0, 2.0))
@@ -81,6 +83,7 @@ def storm(run: Run, kills: int, seed: int) -> int:
         rng.choice(victims).kill()
         done += 1
         until(lambda before=restarts: ended(run) or run.info().get("restarts", 0) > before)
+    go.touch()
     until(lambda: ended(run))
     return done
 
@@ -94,9 +97,10 @@ def test_ranks_killed_at_random_moments_end_at_the_same_loss(
 ):
     done = 0
     for attempt in range(kills):  # a storm may arrive after the run has ended; start another
-        (tmp_path / str(attempt)).mkdir()
-        run = start(folder=tmp_path / str(attempt))
-        done += storm(run, kills - done, seed + attempt)
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        run = start(folder, STEPS - 1, folder / "go")
+        done += storm(run, kills - done, seed + attempt, folder / "go")
         assert run.state() == "finished", run.info()
         assert losses(run) == expected(undisturbed)
         if done >= kills:
@@ -108,8 +112,10 @@ def test_ranks_killed_at_random_moments_end_at_the_same_loss(
 HELD_UP = """
 import os, sys, time
 if "muster.worker" in sys.orig_argv:
+    supervisor = os.getppid()
     open(f"{os.environ['HELD_UP']}/{os.getpid()}", "w")
-    time.sleep(1.5)
+    while os.getppid() == supervisor:
+        time.sleep(0.02)
 """
 
 
@@ -125,19 +131,23 @@ def test_ranks_whose_supervisor_is_killed_while_they_start_end_too(recipe, tmp_p
     until(lambda: len(list((tmp_path / "starting").iterdir())) == ranks)
     psutil.Process(run.info()["pid"]).kill()
     started = [int(path.name) for path in (tmp_path / "starting").iterdir()]
-    until(lambda: not any(map(lives, started)), limit=20)
+    until(lambda: not any(map(lives, started)))
     assert losses(run) == []
 
 
 def test_of_two_starts_at_once_one_is_refused_by_name(undisturbed, start, tmp_path):
-    run = start()
+    """The first to come does not end before the second comes."""
+    go = tmp_path / "go"
+    run = start(tmp_path, STEPS - 1, go)
     until(lambda: len(losses(run)) > 2)
     ranks = workers(run)
+    assert len(ranks) == 2
     psutil.Process(run.info()["pid"]).kill()
-    psutil.wait_procs(ranks, timeout=10)
+    until(lambda: not any(lives(rank.pid) for rank in ranks))
     words = [*MUSTER, "train", "runs/latest", "--gpus", "2", "--detach"]
-    both = [processes.start(words, tmp_path) for _ in range(2)]
+    both = [processes.start(words, tmp_path, env=python_path(tmp_path)) for _ in range(2)]
     said = [process.communicate(timeout=100)[0] for process in both]
+    go.touch()
     assert sorted(process.returncode for process in both) == [0, 2], said
     refused = said[[process.returncode for process in both].index(2)]
     assert f"{run.name} is" in refused
@@ -150,7 +160,7 @@ def test_of_two_starts_at_once_one_is_refused_by_name(undisturbed, start, tmp_pa
 def test_a_stopped_run_saves_at_the_next_step_and_goes_on_on_fewer_ranks(
     undisturbed, start, tmp_path
 ):
-    run = start()
+    run = start(tmp_path, STEPS - 4, tmp_path / "runs" / "latest" / STOP_FILE)
     until(lambda: len(losses(run)) > 4)
     said = muster("stop", "latest", folder=tmp_path)
     assert "stopped" in said.stdout
@@ -170,17 +180,6 @@ def test_a_failure_names_the_cause_and_the_exit_code_is_not_zero(tmp_path):
     assert "outside the vocabulary" in done.stdout
     assert "ranks/0.log" in done.stdout
     assert run_directory.find("latest", tmp_path / "runs").state() == "failed"
-
-
-def press_ctrl_c(watcher: subprocess.Popen) -> str:
-    """Until it is heard: an interrupt that arrives while a callback runs can be lost."""
-    for _ in range(4):
-        watcher.send_signal(signal.SIGINT)
-        try:
-            return watcher.communicate(timeout=15)[0]
-        except subprocess.TimeoutExpired:
-            continue
-    raise AssertionError("the watcher did not leave")
 
 
 def test_leaving_with_ctrl_c_leaves_the_run_running(recipe, tmp_path):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 import processes
 from muster import run_directory
 from muster.observe.results import read_lines
 from muster.run_directory import Run
-from processes import python_path, runs_module, until
+from processes import lives, press_ctrl_c, python_path, runs_module, until
 from tiny import LONG, losses
 from training import run_training
 
@@ -84,8 +82,7 @@ def test_watching_shows_every_rank_and_leaves_the_run_alone(going):
         line = watcher.stdout.readline()
         assert line, seen
         seen += line
-    watcher.send_signal(signal.SIGINT)
-    seen += watcher.communicate(timeout=30)[0]
+    seen += press_ctrl_c(watcher)
     assert watcher.returncode == 130
     assert "[Rank 0] Distributed Training Initialized" in seen
     assert f"rank 0  host {os.uname().nodename}  step" in seen
@@ -114,8 +111,7 @@ def test_a_run_that_does_not_answer_is_killed_with_all_its_ranks(recipe, tmp_pat
     said = muster("stop", "latest", "--wait", "1", folder=tmp_path).stdout
     assert "stopped, its processes killed: they answered neither a request nor SIGTERM" in said
     assert run.state() == "stopped"
-    psutil.wait_procs(everyone, timeout=10)
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in everyone)
+    until(lambda: not any(lives(process.pid) for process in everyone))
 
 
 def made(folder: Path, **info: object) -> Run:

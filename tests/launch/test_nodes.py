@@ -6,13 +6,16 @@ import ipaddress
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from muster.errors import LaunchError
 from muster.launch import addresses
+from muster.launch import nodes as nodes_module
 from muster.launch.cluster import Node
 from muster.launch.nodes import Nodes
+from processes import until
 
 OUTSIDE = [a for a in addresses.own_addresses() if not ipaddress.ip_address(a).is_loopback]
 
@@ -26,7 +29,7 @@ def pair() -> Iterator[Callable[..., tuple[Nodes, Nodes]]]:
     def make(stall_limit_s: float = 60.0, ranks: tuple[int, ...] = (0, 1)) -> tuple[Nodes, ...]:
         for rank in ranks:
             port = made[0].port if made else 0
-            made.append(Nodes(Node(rank, 2, OUTSIDE[0], port), 20.0, stall_limit_s))
+            made.append(Nodes(Node(rank, 2, OUTSIDE[0], port), 60.0, stall_limit_s))
         return tuple(made)
 
     yield make
@@ -41,11 +44,21 @@ def both_arrive(one: Nodes, other: Nodes) -> None:
     arriving.join()
 
 
-def test_a_node_that_comes_late_is_not_taken_for_silent(pair):
+def test_a_node_that_comes_late_is_not_taken_for_silent(pair, monkeypatch):
+    """By a clock that stands still but for the delay."""
+    now, waits = [0.0], threading.Event()
+
+    def sleep(seconds: float) -> None:
+        waits.set()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=sleep)
+    monkeypatch.setattr(nodes_module, "time", clock)
     (one,) = pair(stall_limit_s=2.0, ranks=(0,))
 
     def come() -> None:
-        time.sleep(3.0)
+        assert waits.wait(60)
+        now[0] += 3.0
         pair(stall_limit_s=2.0, ranks=(1,))[1].join()
 
     late = threading.Thread(target=come)
@@ -60,10 +73,7 @@ def test_a_failure_on_one_node_ends_the_ranks_of_the_other_in_that_attempt_only(
     one, other = pair()
     both_arrive(one, other)
     other.report_failure()
-    end = time.monotonic() + 10
-    while not one.peer_failed():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(one.peer_failed)
     both_arrive(one, other)
     time.sleep(1.5)
     assert not one.peer_failed()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from muster.errors import LaunchError
 from muster.launch import addresses, rendezvous
 from muster.launch.cluster import Node, RankInfo
+from processes import until
 
 
 def test_one_machines_store_listens_on_the_loopback_only():
@@ -32,13 +35,17 @@ def test_a_busy_port_is_reported_with_the_process_that_holds_it():
 
 
 def test_nobody_at_the_address_is_told_within_the_limit():
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(LaunchError, match=f"no connection to 127.0.0.1:{port} within 1 s"):
-        rendezvous.connect("127.0.0.1", port, 1.0)
+    with socket.socket() as taken:  # so that no other process listens there
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"no connection to 127.0.0.1:{port} within 1 s"):
+            rendezvous.connect("127.0.0.1", port, 1.0)
 
 
-def test_another_service_on_the_port_is_told_within_the_limit():
+def test_another_service_on_the_port_is_told_within_the_limit(monkeypatch):
+    """No time passes until it answers."""
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=time.sleep)
+    monkeypatch.setattr(rendezvous, "time", clock)
     with socket.create_server(("127.0.0.1", 0)) as other:  # listens, and never says a word
         port = other.getsockname()[1]
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port} answers, but it is no TCPStore"):
@@ -51,15 +58,18 @@ def test_a_loopback_is_no_address_for_several_machines(address):
         addresses.refuse_loopback(address)
 
 
-def come(devices: dict[int, str | None], world: int, limit_s: float = 10.0) -> dict[int, str]:
-    """The error of each rank that registers; none for one that succeeds."""
-    store = rendezvous.host("127.0.0.1", 0, 20.0)
+def come(devices: dict[int, str | None], world: int, limit_s: float = 60.0) -> dict[int, str]:
+    """The error of each rank that registers; none for one that succeeds. Rank 0, whose limit counts, is
+    the last to come."""
+    store = rendezvous.host("127.0.0.1", 0, 60.0)
     said: dict[int, str] = {}
 
     def register(rank: int) -> None:
         rank_info = RankInfo(rank, world, rank, world, "127.0.0.1", store.port, agent=True)
         try:
-            mine = rendezvous.for_rank(rank_info, limit_s)
+            mine = rendezvous.for_rank(rank_info, 60.0)
+            if rank == 0:
+                until(lambda: mine.check([f"registered/{other}" for other in devices if other]))
             rendezvous.register(mine, rank_info, devices[rank], limit_s)
         except LaunchError as error:
             said[rank] = str(error)

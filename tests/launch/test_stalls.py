@@ -12,7 +12,7 @@ from muster.observe.heartbeat import GRACE_S, STALLED
 from muster.run_directory import Run
 from spoilt import spoil
 
-STALL_S = 10.0  # four runs start at once; a healthy first step must fit in
+STALL_S = 10.0  # a healthy first step must fit in
 LIMIT_S = STALL_S + GRACE_S + 25.0  # 25: the agent's patience, and a busy machine
 STEP_SUM = "args[0].ndim == 0 and args[0].dtype == torch.float64"  # the loss of a step
 pytestmark = pytest.mark.timeout(420)

@@ -11,7 +11,7 @@ import pytest
 from hosts import Host, hosts, needs_namespaces  # noqa: F401
 from muster import run_directory
 from muster.observe.results import read_lines
-from tiny import LONG
+from tiny import LONG, held_after
 
 pytestmark = [needs_namespaces, pytest.mark.timeout(240)]
 
@@ -19,11 +19,11 @@ STEPS = 16
 
 
 def train(
-    pair: tuple[Host, Host], recipe: str, folder: Path, *words: str
+    pair: tuple[Host, Host], recipe: str, folder: Path, *words: str, **env: str
 ) -> list[subprocess.Popen[str]]:
     common = ["--gpus", "2", "--nodes", "2", "--master-addr", pair[0].address]
     return [
-        host.muster("train", recipe, *words, *common, "--node-rank", str(i), folder=folder)
+        host.muster("train", recipe, *words, *common, "--node-rank", str(i), folder=folder, **env)
         for i, host in enumerate(pair)
     ]
 
@@ -45,7 +45,9 @@ def test_two_hosts_train_as_one_process_does_and_restart_together(
     undisturbed,
     tmp_path,
 ):
-    both = train(hosts, recipe, tmp_path, f"training.steps={STEPS}")
+    go = tmp_path / "go"
+    env = held_after(STEPS - 1, tmp_path, go)
+    both = train(hosts, recipe, tmp_path, f"training.steps={STEPS}", **env)
     while len(figures(tmp_path, "loss")) < 5:
         assert both[0].poll() is None, both[0].communicate()[0]
         time.sleep(0.02)
@@ -58,6 +60,7 @@ def test_two_hosts_train_as_one_process_does_and_restart_together(
         if b"muster.worker" in Path(f"/proc/{p}/cmdline").read_bytes()
     ]
     subprocess.run(["kill", "-9", victims[0]], check=True)
+    go.touch()
     said = [process.communicate()[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     run = run_directory.find("latest", tmp_path / "runs")
@@ -68,14 +71,15 @@ def test_two_hosts_train_as_one_process_does_and_restart_together(
 
 
 def test_a_cut_link_is_reported_by_name_within_the_limit(hosts, recipe, tmp_path):  # noqa: F811
-    both = train(hosts, recipe, tmp_path, LONG, "distributed.timeout_s=12")
+    both = train(hosts, recipe, tmp_path, LONG, "distributed.timeout_s=16")
     while len(figures(tmp_path, "loss")) < 3:
         assert both[0].poll() is None, both[0].communicate()[0]
         time.sleep(0.02)
     hosts[1].cut()
     began = time.monotonic()
     said = [process.communicate(timeout=120)[0] for process in both]
-    assert time.monotonic() - began < 12 + 15  # the limit, and the time to end ranks and say so
+    spent = time.monotonic() - began  # TCP by itself takes a quarter of an hour
+    assert spent < 16 + 40  # the limit, and the time to end ranks and say so on a busy machine
     assert [process.returncode for process in both] == [1, 1]
     assert "Node 1 (host-b) has sent no heartbeat" in said[0]
     assert "Node 0 (host-a) has sent no heartbeat" in said[1]
@@ -90,7 +94,7 @@ def test_a_node_with_another_recipe_is_refused(hosts, recipe, tmp_path):  # noqa
     said = other.communicate()[0]
     assert other.returncode == 2
     assert "node 0 trains with another recipe (training.lr: 0.0001 there, 0.5 here)" in said
-    told = first.communicate(timeout=60)[0]
+    told = first.communicate(timeout=120)[0]
     assert first.returncode == 1
     assert "node 1 has another recipe (training.lr" in " ".join(told.split())
 

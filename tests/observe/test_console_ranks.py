@@ -3,7 +3,9 @@
 import json
 import os
 import time
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from muster.observe import console as shown
@@ -13,11 +15,21 @@ from muster.observe.ranks import MOST, RankTable
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
 
+NOW = time.time()
+
+
+@pytest.fixture(autouse=True)
+def frozen(monkeypatch):
+    """What is written is as old as it says, however late it is read."""
+    clock = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic)
+    monkeypatch.setattr("muster.observe.ranks.time", clock)
+
+
 def write(
     folder, rank, *, step=7, phase="optimizer step", age=0.0, since=0.0, compute=0.25
 ) -> None:
     folder.mkdir(exist_ok=True)
-    now = time.time() - age
+    now = NOW - age
     sign = {"rank": rank, "host": f"node-{rank // 2}", "pid": 1, "step": step, "phase": phase}
     sign |= {"since": now - since, "time": now}
     (folder / f"{rank}.heartbeat.json").write_text(json.dumps(sign))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -26,8 +28,17 @@ def run(*words: str) -> str:
     return result.stdout
 
 
+class AtOnce(threading.Timer):
+    """Does not let its caller be quicker."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
 def test_the_answer_comes_with_the_command_that_carries_it_out(monkeypatch):
     monkeypatch.setattr(common, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(common, "threading", SimpleNamespace(Timer=AtOnce))
     machines = ["--gpus", "4", "--gpu", "h100", "--per-node", "2"]
     words = ["plan", *SMALL, FIXED, *machines, "--explain"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)

@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +48,7 @@ from muster.training.optimizer import make_optimizer
 from parallel import models
 from parallel.models import Maker, inputs_of, make_batch, make_recipe, summed_loss
 from pool import RankError
+from processes import python_path
 
 ROWS = 2
 
@@ -332,15 +332,21 @@ def test_an_error_of_torchs_names_the_rank_and_the_layout():
         micro(Layout(pipeline=2), [1], microbatches=1)
 
 
-def test_a_killed_child_is_told_of():
+def test_a_killed_child_is_told_of(tmp_path, monkeypatch):
+    """One of those that have not begun: they wait for it."""
+    wait = "import sys, time\nif 'spawn_main' in ' '.join(sys.orig_argv):\n    time.sleep(600)\n"
+    (tmp_path / "sitecustomize.py").write_text(wait)
+    for name, value in python_path(tmp_path).items():
+        monkeypatch.setenv(name, value)
     before = set(psutil.Process().children())  # ranks of other tests
 
     def kill() -> None:
         while True:
             for child in set(psutil.Process().children()) - before:
-                if "spawn_main" in " ".join(child.cmdline()):
-                    os.kill(child.pid, signal.SIGKILL)
-                    return
+                with suppress(psutil.Error):  # another, that has just ended
+                    if "spawn_main" in " ".join(child.cmdline()):
+                        child.kill()
+                        return
             time.sleep(0.01)
 
     threading.Thread(target=kill, daemon=True).start()

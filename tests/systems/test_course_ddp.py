@@ -9,7 +9,7 @@ import pytest
 
 from course import COURSE, broken, devices, said, start, torchrun
 from hosts import hosts, needs_namespaces  # noqa: F401
-from processes import PROGRAMS
+from processes import PROGRAMS, python_path
 
 LESSONS = COURSE / "01-ddp-basics"
 TORCHRUN = ["torchrun", "--standalone", "--nproc_per_node=2"]
@@ -51,10 +51,29 @@ def test_the_first_lesson_notices_ranks_that_do_not_share(tmp_path, line, instea
     assert complaint in words
 
 
+# Ranks do not end before they have heard the signal, however late it comes.
+HELD = """
+import os
+if "RANK" in os.environ:
+    import time
+    import torch
+    real, taken = torch.optim.AdamW.step, []
+    def step(*args, **kwargs):
+        from muster.observe import stopping
+        taken.append(1)
+        while len(taken) > 5 and not stopping.asked.is_set():
+            time.sleep(0.02)
+        return real(*args, **kwargs)
+    torch.optim.AdamW.step = step
+"""
+
+
 def test_training_stopped_by_a_signal_goes_on_and_equals_one_process(tmp_path):
     command = [*TORCHRUN, "01-ddp-basics/ddp_training.py", "--folder", str(tmp_path)]
     command += ["training.steps=8", "checkpoint.every_steps=null"]
-    first = start(*command, **devices(2))
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "sitecustomize.py").write_text(HELD)
+    first = start(*command, **devices(2), **python_path(tmp_path / "held"))
     lines = []
     for line in first.stdout:
         lines.append(line)
