@@ -70,6 +70,7 @@ def test_the_command_line_and_python_give_the_same_runs(page):
     assert muster.Run("latest", folder / "runs") == found[0]
 
 
+@pytest.mark.guides
 def test_the_command_line_and_python_give_the_same_plan():
     shown = CliRunner().invoke(app, ["plan", "gpt-micro", "--gpu", "cpu", "--gpus", "2", "--json"])
     assert json.loads(shown.stdout) == json.loads(

@@ -112,6 +112,7 @@ def test_torchrun_a_rank_that_raises_is_named_and_not_the_one_it_left_alone(tmp_
     assert "peer-gone" in [seen.known.id for seen in report.known]
 
 
+@pytest.mark.full
 def test_torchrun_a_killed_rank_is_named_with_its_signal(tmp_path):
     report = explain(torchrun(tmp_path, "--standalone", "train.py", "kill"))
     assert report.first is not None

@@ -94,7 +94,7 @@ def check(run: Run, undisturbed) -> None:
     assert not list(run.path.rglob(".torchelastic*"))
 
 
-ORDINARY = {("rank", "prune"), ("both", "manifest")}
+ORDINARY = {("both", "manifest")}
 cases = pytest.mark.parametrize(
     ("killed", "phase"),
     [

@@ -21,7 +21,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.load import load
 
 STRATEGIES = {row.name: row.options for row in ROWS if not row.transformers_only}
-ORDINARY = {("ddp", "wav2vec2-group"), ("fsdp", "wav2vec2-group"), ("fsdp", "wavlm")}
+ORDINARY = {("ddp", "wav2vec2-group"), ("fsdp", "wavlm")}
 
 
 def fine_tune(

@@ -44,7 +44,8 @@ def test_the_masks_of_these_rows_matter(course_of):
     [
         ("fsdp", "full"),
         ("zero3", "selective"),
-        ("fsdp", "selective"),  # after ZeRO 3 in the same process
+        # After ZeRO 3 in the same process.
+        pytest.param("fsdp", "selective", marks=pytest.mark.full),
         pytest.param("zero3", "full", marks=pytest.mark.full),
     ],
 )

@@ -386,7 +386,8 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
         pytest.param("llama", 1, 1, 3_000_000, marks=pytest.mark.full),
         pytest.param("llama", 1, 2, 3_000_000, marks=pytest.mark.full),
         pytest.param("llama", 2, 1, 3_000_000, marks=pytest.mark.full),
-        ("llama", 2, 2, 3_000_000),  # the bucket is reduced several times
+        # The bucket is reduced several times.
+        pytest.param("llama", 2, 2, 3_000_000, marks=pytest.mark.full),
     ],
 )
 def test_deepspeed_rises_as_high_as_was_planned(

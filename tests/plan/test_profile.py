@@ -51,8 +51,8 @@ def whole(thing, mode: ExecutionMode, rows: int):
     return recorder.record(depths_of(thing), rows)
 
 
-# Both kinds of checkpointing and rounded weights; each pair with --full.
-ORDINARY = {("gpt", "selective"), ("gpt", "full"), ("llama", "rounded")}
+# Each pair with --full.
+ORDINARY = {("gpt", "selective"), ("llama", "rounded")}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,7 @@ def test_the_recorder_sees_what_real_tensors_take():
     assert len(without.trace.ops) == len(real.trace.ops)
 
 
+@pytest.mark.full
 def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
     thing = subject(*GPT)
     plain = record(thing, ExecutionMode("bf16")).workload(depths_of(thing), 8)
@@ -159,7 +160,11 @@ def test_a_compiled_block_keeps_less_and_starts_fewer_kernels():
     assert products[0] == pytest.approx(products[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["uncompiled", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [False, pytest.param(True, marks=pytest.mark.full)],
+    ids=["uncompiled", "compiled"],
+)
 def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
     thing, speeds = subject(*GPT), Speeds.of(catalogue.find("h100"))
     plain = record(thing, ExecutionMode("bf16", compiled=compiled))
@@ -174,7 +179,10 @@ def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
         assert 0.8 * running[1] < running[0] <= 1.02 * running[1]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    ["selective", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("none", "full"))],
+)
 def test_a_compiled_block_saves_what_torch_compile_does(checkpointing):
     """By the partitioner of torch's own compilers, in bytes."""
     told, real = one_block(), one_block()

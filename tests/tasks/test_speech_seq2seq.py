@@ -205,6 +205,7 @@ def test_a_checkpoint_carries_all_that_using_it_takes(micro):
     assert again.generation.suppress == micro.generation.suppress
 
 
+@pytest.mark.full
 @needs_whisper
 @needs_speech
 def test_loss_and_gradient_are_those_of_transformers():
