@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import soundfile
 
 from muster import run_directory
+from muster.observe.results import read_lines
 from muster.training.loop import train
 from muster.worker.results import finish
 from training import make_job
@@ -96,7 +98,18 @@ def test_results_count_each_clip_that_broke_on_any_rank_once(
         assert second
     assert results["left_out"] == {"broken while training": len(BROKEN)}
     assert run_directory.Run(tmp_path).results() == results
+    _check_account(tmp_path)
     assert nothing == {}
+
+
+def _check_account(run: Path) -> None:
+    """data.json, and its lines before the first step."""
+    train = json.loads((run / "data.json").read_text())["splits"]["train"]
+    assert (train["samples"], train["files"]) == (CLIPS, 1)
+    assert train["by_file"][0]["samples"] == CLIPS
+    data, started = read_lines(run / "events.jsonl")[:2]
+    assert (data["event"], started["event"]) == ("data", "started")
+    assert data["lines"][0].startswith(f"train: {CLIPS} samples, 0.00 hours in 1 file(s)")
 
 
 def test_a_score_says_how_many_clips_broke_on_any_rank(ranks, half_broken, tmp_path):

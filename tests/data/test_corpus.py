@@ -26,30 +26,6 @@ def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 
 
-@pytest.mark.parametrize(
-    ("path", "split"),
-    [
-        ("train-00000-of-00005.parquet", "train"),
-        ("training.parquet", "train"),
-        ("validation_1.parquet", "validation"),
-        ("valid.parquet", "validation"),
-        ("val-0.parquet", "validation"),
-        ("dev.clean.parquet", "validation"),
-        ("TEST.parquet", "test"),
-        ("default/test/0000.parquet", "test"),
-        ("dev-clean/0000.parquet", "validation"),
-        ("train/english/0000.parquet", "train"),
-        ("train/test-0.parquet", "test"),
-        ("train/test/0.parquet", "test"),
-        ("trains.parquet", None),
-        ("0000.parquet", None),
-        ("latest/0000.parquet", None),
-    ],
-)
-def test_a_split_is_told_by_the_file_or_its_nearest_folder(path, split):
-    assert corpus.split_of(Path(path)) == split
-
-
 def test_a_folder_gives_the_files_of_the_split_in_order(folder):
     spec = folder("train-1.parquet", "train-0.parquet", "test.parquet", "dev/0.parquet", "x.txt")
     assert names(corpus.files(spec, "data.train", "train")) == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sysconfig
 from pathlib import Path
 
@@ -12,12 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from muster.data import corpus
-from muster.data.text.documents import BadRows, read_documents
+from muster.data.problems import Problems
+from muster.data.text.documents import read_documents
 from muster.errors import DataError
 
 
-def read(path: Path, column: str | None = None) -> tuple[list[tuple[int, str]], BadRows]:
-    bad = BadRows()
+def read(path: Path, column: str | None = None) -> tuple[list[tuple[int, str]], Problems]:
+    bad = Problems()
     return [(d.row, d.text) for d in read_documents([path], column, bad)], bad
 
 
@@ -29,7 +29,7 @@ def write_parquet(path: Path, **columns: list) -> Path:
 def test_parquet_gives_every_row_of_the_text_column(tmp_path):
     texts = ["one", "zwei\r\n", "三", "", "fünf"]
     path = write_parquet(tmp_path / "a.parquet", id=[1, 2, 3, 4, 5], sentence=texts)
-    assert read(path) == (list(enumerate(texts)), BadRows())
+    assert read(path) == (list(enumerate(texts)), Problems())
     other = write_parquet(tmp_path / "b.parquet", text=["no"] * 5, body=texts)
     assert [text for _, text in read(other, "body")[0]] == texts
 
@@ -40,8 +40,8 @@ def test_null_and_invalid_cells_of_parquet_are_named(tmp_path):
     documents, bad = read(tmp_path / "a.parquet")
     assert documents == [(0, "fine"), (3, "too")]
     assert bad.count == 2
-    assert "a.parquet row 1: the text is not UTF-8" in bad.named[0]
-    assert bad.named[1].endswith("a.parquet row 2: the text is null")
+    assert "a.parquet row 1: the text is not UTF-8" in str(bad)
+    assert str(bad).endswith("a.parquet row 2: the text is null")
 
 
 def test_parquet_without_the_column_says_which_it_has(tmp_path):
@@ -72,8 +72,8 @@ def test_json_lines_skip_blanks_and_name_what_is_no_text(tmp_path):
     assert bad.count == 4
     reasons = ["row 2: no valid JSON", "row 3: the line holds no JSON object"]
     reasons += ["row 4: no text under text or", "row 5: the text is not UTF-8"]
-    for reason, named in zip(reasons, bad.named, strict=True):
-        assert reason in named
+    for reason, named in zip(reasons, bad.kinds.values(), strict=True):
+        assert reason in str(named)
     assert read(path, "title")[0] == [(6, "t")]
 
 
@@ -83,21 +83,7 @@ def test_a_plain_file_is_one_document_byte_for_byte(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     documents, bad = read(tmp_path / "b.txt")
     assert documents == []
-    assert "b.txt: the text is not UTF-8" in bad.named[0]
-
-
-def test_few_bad_rows_are_logged_and_many_are_an_error(caplog):
-    bad = BadRows()
-    for row in range(7):
-        bad.add(f"f row {row}", "the text is null")
-    with caplog.at_level(logging.WARNING):
-        bad.check(700, 0.01)
-    assert "7 of 700 documents cannot be read and are left out: f row 0: the text" in caplog.text
-    with pytest.raises(DataError, match=r"7 of 699 .*f row 4: the text is null …\).*above 0\.010"):
-        bad.check(699, 0.01)
-    with pytest.raises(DataError, match=r"see data\.text_column"):
-        bad.check(7, 0.5)
-    BadRows().check(0, 0.0)
+    assert "b.txt: the text is not UTF-8" in str(bad)
 
 
 def test_text_files_of_a_folder_are_found_by_split(tmp_path):

@@ -164,7 +164,9 @@ def test_many_ids_take_wider_tokens(corpus, monkeypatch):
 def test_bad_rows_are_judged_also_from_the_cache(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": null}\n' * 3)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"3 of 6 documents .*a\.jsonl row 1: no text"):
+        with pytest.raises(
+            DataError, match=r"3 of 6 documents .*3 × no text under .*a\.jsonl row 1, row 3"
+        ):
             PackedSource([tmp_path / "a.jsonl"], Bytes(), 4, whole=True)
     assert len(PackedSource([tmp_path / "a.jsonl"], Bytes(), 4, whole=True, max_bad_fraction=0.5))
 

@@ -1,8 +1,8 @@
 """Which files a recipe's `data.train`, `data.validation` and `data.test` mean.
 
 A corpus is a file, a folder of files (searched through), a glob, or `embedded:NAME`, which is at
-hand wherever muster is. Splits are found the way Hugging Face lays them out: a file or a folder
-named after the split (`train-00000-of-00005.parquet`, `default/test/0000.parquet`). The name of the
+hand wherever muster is. Splits are found the way Hugging Face lays them out, by the names of files and
+folders (`train-00000-of-00005.parquet`, `default/test/0000.parquet`): see `splits`. The name of the
 corpus itself says nothing: naming a folder `test-data` does not make all of it test data.
 
 Which files count depends on what the task reads: parquet always, the metadata file of a folder of
@@ -15,21 +15,24 @@ import difflib
 import glob
 import hashlib
 import os
-import re
 import sysconfig
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
-from typing import Literal
 
+from muster.data.splits import Assigned, assign, refuse_unclaimed
+from muster.data.splits import Split as Split
 from muster.errors import DataError
 from muster.workloads import Content, workload
 
-Split = Literal["train", "validation", "test"]
 EMBEDDED = "embedded:"
 PYTHON_SOURCE = "embedded:python-source"
 DIGITS = "embedded:digits"  # made by a library in memory: it has no files
 METADATA = ("metadata.csv", "metadata.jsonl")  # which clips a folder has, and their texts
+# What rows of a table may name.
+MEDIA = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aiff", ".au", ".sph"} | {
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+}
 ENDINGS: dict[Content, tuple[str, ...]] = {
     "speech": (".parquet", *(f"/{name}" for name in METADATA)),
     "text": (".parquet", ".jsonl", ".txt"),
@@ -37,28 +40,6 @@ ENDINGS: dict[Content, tuple[str, ...]] = {
 }
 ONE_IN = 20  # Python sources is for validation
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-_SPLIT_WORDS = {
-    "train": "train",
-    "training": "train",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-    "test": "test",
-    "t10k": "test",
-}
-
-
-def split_of(path: Path) -> str | None:
-    """The split a file's name, else its nearest folder's, says it belongs to.
-
-    `path` starts at the corpus, so that only folders inside it count.
-    """
-    for part in (path.stem, *reversed(path.parent.parts)):
-        first = re.split(r"[-_.]", part.lower())[0]
-        if first in _SPLIT_WORDS:
-            return _SPLIT_WORDS[first]
-    return None
 
 
 def embedded_folder(name: str, content: Content = "speech") -> Path:
@@ -77,23 +58,24 @@ def files(
     spec: str, key: str, split: Split, max_files: int | None = None, content: Content = "speech"
 ) -> list[Path]:
     """The files of `spec`. `key` is the recipe key it came from, for the error."""
-    found, splits = _all_files(spec, key, content)
-    if splits:
-        of_split = [f for f in found if splits[f] == split]
-        unmarked = [f for f in found if splits[f] is None]
-        if not of_split and not unmarked:
-            others = sorted(map(str, set(splits.values())))
+    found, assigned = find(spec, key, content)
+    if assigned.of:
+        of_split = assigned.of_split(split) or assigned.unmarked
+        if not of_split:
+            others = sorted(map(str, set(assigned.of.values())))
             raise DataError(
                 f"{key}: {spec} has no {split} files, only {', '.join(others)}; name a file or a glob"
             )
-        found = of_split or unmarked
+        if split == "train":
+            refuse_unclaimed(assigned, spec, key)
+        found = of_split
     return found[:max_files]
 
 
 def sibling_split(spec: str, split: Split, content: Content = "speech") -> list[Path]:
     """Files of another split in the same corpus, or nothing."""
-    found, splits = _all_files(spec, "data.train", content)
-    return [f for f in found if splits.get(f) == split]
+    _, assigned = find(spec, "data.train", content)
+    return [path for path, name in assigned.of.items() if name == split]
 
 
 def split_files(
@@ -125,26 +107,26 @@ def check(task: str, train: str, validation: str | None, test: str | None) -> No
         files(test, "data.test", "test", None, content)
 
 
-def standard_library() -> tuple[list[Path], dict[Path, str | None]]:
+def standard_library() -> tuple[list[Path], Assigned]:
     """The running Python's own sources without its tests, dealt into splits by their names."""
     root = Path(sysconfig.get_path("stdlib"))
-    splits: dict[Path, str | None] = {}
+    splits: dict[Path, Split | None] = {}
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(set(inner) - _NOT_SOURCE)
         for path in (Path(folder, name) for name in sorted(names) if name.endswith(".py")):
             digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
             validation = int.from_bytes(digest, "big") % ONE_IN == 0
             splits[path] = "validation" if validation else "train"
-    return list(splits), splits
+    return list(splits), Assigned(splits)
 
 
-def _all_files(spec: str, key: str, content: Content) -> tuple[list[Path], dict[Path, str | None]]:
+def find(spec: str, key: str, content: Content) -> tuple[list[Path], Assigned]:
     """Every file of `spec`, sorted, and their splits where `spec` is a place to pick them from."""
     endings, what = ENDINGS[content], " or ".join(e.lstrip("/") for e in ENDINGS[content])
     if spec == PYTHON_SOURCE and content == "text":
         return standard_library()
     if spec == DIGITS and content == "images":
-        return [], {}
+        return [], Assigned()
     path = Path(spec).expanduser()
     if spec.startswith(EMBEDDED):
         path = embedded_folder(spec.removeprefix(EMBEDDED), content)
@@ -157,15 +139,34 @@ def _all_files(spec: str, key: str, content: Content) -> tuple[list[Path], dict[
             if content == "speech":
                 cure = f"`muster data make AUDIO_FOLDER {spec}` writes parquet from audio files"
             raise DataError(f"{key}: no {what} file in the folder {spec}; {cure}")
-        return found, {f: split_of(f.relative_to(path)) for f in found}
+        return found, assign(found, path)
     if path.is_file():
-        return [path], {}
+        return [path], Assigned()
     matches = map(Path, glob.glob(str(path), recursive=True))
     found = sorted(p for p in matches if f"/{p}".endswith(endings))
     if not found:
         problem = f"matches no {what} file" if glob.has_magic(spec) else "does not exist"
         raise DataError(f"{key}: {spec} {problem}")
-    return found, {}
+    return found, Assigned()
+
+
+def passed_over(spec: str, content: Content, found: set[Path]) -> list[tuple[Path, str]]:
+    """Files that lie in the folder, or match the glob, and are not among those `find` found; and why."""
+    path = Path(spec).expanduser()
+    if spec.startswith(EMBEDDED) or not (path.is_dir() or glob.has_magic(spec)):
+        return []
+    there = _visible(path) if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    endings = ENDINGS[content]
+    passed = []
+    for file in there:
+        if file in found or not file.is_file():
+            continue
+        if f"/{file}".endswith(endings):
+            passed.append((file, "other files of their folder hold the same clips"))
+        elif content == "text" or file.suffix.lower() not in MEDIA:
+            what = ", ".join(ending.lstrip("/") for ending in endings)
+            passed.append((file, f"of a kind that is not read ({what} are)"))
+    return sorted(passed)
 
 
 def _without_metadata(found: list[Path]) -> list[Path]:

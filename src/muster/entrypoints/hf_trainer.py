@@ -54,7 +54,7 @@ from muster.training.optimizer import learning_rate, peak_lr
 from muster.training.precision import shared_precision
 from muster.worker.main import connect_ranks
 from muster.worker.prepare import open_source, open_task
-from muster.worker.results import final_scores, write_plan, write_results
+from muster.worker.results import final_scores, write_data, write_plan, write_results
 
 STRATEGY = "hf-ddp"
 
@@ -283,6 +283,8 @@ def _job(
     observer = Observer(
         run.path, mesh.rank, every_steps=recipe.logging.every_steps, tensorboard=False, start=0
     )
+    if mesh.first:
+        observer.event("data", lines=write_data(run, task, recipe))
     observer.event("started", step=0, steps=steps, world=mesh.world)
     with torch.device("meta"):
         engine = cast(Engine, SingleProcess(task.build_model()))

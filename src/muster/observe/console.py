@@ -140,6 +140,8 @@ def event_words(event: dict[str, Any]) -> str | None:
             before, now = event.get("saved_by"), event.get("world")
             ranks = f", with {now} rank(s) instead of {before}" if before != now else ""
             return f"resumed at step {event['step']} from {event['path']}{ranks}{passed}"
+        case "data":
+            return "\n".join(event["lines"])
         case "choices":
             titles = {"compile": "torch.compile", "cuda_graphs": "CUDA graphs"}
             return "; ".join(f"{titles[k]}: {event[k]}" for k in titles if k in event)
@@ -283,9 +285,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         )
     for what, key in (("left out", "left_out"), ("cut", "cut")):
         if counts := results.get(key):
-            table.add_row(
-                f"clips {what}", escape("; ".join(f"{n} {why}" for why, n in counts.items()))
-            )
+            table.add_row(what, escape("; ".join(f"{n} {why}" for why, n in counts.items())))
     memory, step = _held_against(results["measured"], results.get("planned", {}))
     table.add_row("memory per rank", memory)
     if step and not rehearsal:

@@ -44,7 +44,7 @@ from muster.training.job import Job
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision
 from muster.training.trial import try_task
-from muster.worker.results import write_plan
+from muster.worker.results import write_data, write_plan
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
             world=mesh.world,
             saved_by=resumed.saved.manifest["world"] if resumed.saved else mesh.world,
         )
+    if mesh.first:
+        observer.event("data", lines=write_data(run, task, recipe))
     scale = LossScale.for_precision(precision)
     scale.load(resumed.trainer.get("scale", {}))
     observer.event(

@@ -1,8 +1,9 @@
-"""Files of a run: plan.json, environment.json and training_results.json."""
+"""Files of a run: data.json, plan.json, environment.json and training_results.json."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import time
@@ -13,7 +14,9 @@ import torch
 
 from muster import __version__, run_directory
 from muster.auto import AutoChoice
+from muster.data.account import DATA_FILE, make_account
 from muster.data.batches import BatchPlan
+from muster.data.splits import Split
 from muster.hardware import rehearsal
 from muster.observe.choices import PLAN_FILE, to_json
 from muster.observe.observer import memory_gib
@@ -21,9 +24,13 @@ from muster.observe.results import complete_steps, read_lines, summarise_metrics
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
+from muster.recipe.schema import Recipe
+from muster.tasks.base import Task
 from muster.training.evaluate import Evaluation, log_bad_rows
 from muster.training.job import Job
 from muster.training.loop import score
+
+log = logging.getLogger(__name__)
 
 
 def write_plan(
@@ -76,6 +83,20 @@ def write_plan(
             },
         },
     )
+
+
+def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
+    """data.json: what is read of each split, and what is left out. Rank 0 calls it; returns it in words."""
+    data = recipe.data
+    specs: dict[Split, str | None]
+    specs = {"train": data.train, "validation": data.validation, "test": data.test}
+    content = task.facts.content
+    account = make_account(task.source, specs, content, data.max_parquet_files)
+    write_json(run.path / DATA_FILE, account.to_json())
+    lines = account.lines()
+    for line in lines:
+        log.info("%s", line)
+    return lines
 
 
 def _device_name(mesh: Mesh) -> str:

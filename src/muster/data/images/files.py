@@ -6,7 +6,7 @@ import io
 import logging
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from muster.data import parquet
+from muster.data.account import FileAccount
 from muster.data.cache import load_index, save_index, stamp
+from muster.data.problems import Problems
 from muster.errors import DataError, MusterError
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ log = logging.getLogger(__name__)
 
 IMAGE_NAMES = ("image", "img")
 LABEL_NAMES = ("label", "labels", "fine_label")
-NAMED_PROBLEMS = 5
 
 Label = int | str
 Pixels = NDArray[np.uint8]  # [channels, height, width]
@@ -115,6 +116,7 @@ class ParquetImages:
         ]
         self._cache: OrderedDict[tuple[int, int], pa.ChunkedArray] = OrderedDict()
         self._lock = threading.Lock()
+        self.problems = Problems()
         rows = [row for file in range(len(self.paths)) for row in self._check_rows(file)]
         self._check_bad_rows(rows, max_bad_fraction)
         self.rows = [row for row in rows if not row.problem]
@@ -167,22 +169,22 @@ class ParquetImages:
         ]
 
     def _check_bad_rows(self, rows: list[ImageRow], max_bad_fraction: float) -> None:
-        bad = [row for row in rows if row.problem]
         if not rows:
             raise DataError(f"no rows in {', '.join(map(str, self.paths))}")
-        if not bad:
-            return
-        named = "; ".join(f"{self._row_name(row)}: {row.problem}" for row in bad[:NAMED_PROBLEMS])
-        if len(bad) > NAMED_PROBLEMS:
-            named += " …"
-        if len(bad) == len(rows) or len(bad) > max_bad_fraction * len(rows):
-            cure = f"raise data.max_bad_fraction above {len(bad) / len(rows):.3f} to train without them"
-            if len(bad) == len(rows):
-                cure = "see data.image_column and data.label_column"
-            raise DataError(
-                f"{len(bad)} of {len(rows)} rows cannot be read ({named}); fix them, or {cure}"
-            )
-        log.warning("%d of %d rows cannot be read and are left out: %s", len(bad), len(rows), named)
+        bad = self.problems
+        for row in rows:
+            if row.problem:
+                bad.add(self._row_name(row), row.problem, str(self.paths[row.file]))
+        columns = "data.image_column and data.label_column"
+        if words := bad.check(len(rows), max_bad_fraction, "rows", columns):
+            log.warning("%s", words)
+
+    def account(self) -> list[FileAccount]:
+        counts = Counter(row.file for row in self.rows)
+        return [
+            FileAccount(str(path), counts[i], {}, dict(self.problems.files.get(str(path), {})))
+            for i, path in enumerate(self.paths)
+        ]
 
     def _group(self, file: int, group: int) -> pa.ChunkedArray:
         key = (file, group)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from muster.data.account import FileAccount
 from muster.data.corpus import DIGITS, Split
 from muster.data.images.files import GREY, Label, ParquetImages, Pixels, Scale, fit, pillow
 from muster.errors import DataError, MusterError
@@ -38,6 +39,7 @@ class Images(Protocol):
 
     def name(self, index: int) -> str: ...
     def pixels(self, index: int, channels: int, size: int) -> Pixels: ...
+    def account(self) -> list[FileAccount]: ...
 
 
 def read(
@@ -69,6 +71,9 @@ class ArrayImages:
 
     def name(self, index: int) -> str:
         return f"{self.source} image {index}"
+
+    def account(self) -> list[FileAccount]:
+        return [FileAccount(self.source, len(self.labels))]
 
     def pixels(self, index: int, channels: int, size: int) -> Pixels:
         if channels == 1 and self.array.shape[1:] == (size, size):
@@ -187,6 +192,9 @@ class ImageSource:
 
     def name(self, index: int) -> str:
         return self.images.name(index)
+
+    def account(self) -> list[FileAccount]:
+        return self.images.account()
 
     def load(self, index: int) -> ImageSample:
         pixels = self._cache.get(index)

@@ -13,8 +13,9 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
-from muster.data.corpus import METADATA, split_of
+from muster.data.corpus import MEDIA, METADATA
 from muster.data.parquet import TEXT_NAMES, Cells
+from muster.data.splits import claim
 from muster.errors import DataError
 
 Rows = list[tuple[int, dict[str, Any]]]  # with the line each ends on
@@ -45,6 +46,14 @@ class FolderClips:
 
     def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
         return pa.chunked_array([self._texts]), {}
+
+    def unnamed(self) -> list[Path]:
+        """Audio files beside those that rows name, which none does."""
+        folder = self.path.parent
+        named = {folder / name for name in self._names.to_pylist()}
+        folders = {path.parent for path in named if path.parent.is_relative_to(folder)}
+        found = (path for inner in folders if inner.is_dir() for path in inner.iterdir())
+        return sorted(p for p in found if p.suffix.lower() in MEDIA and p not in named)
 
     def read(self, group: int) -> Cells:
         part = self._names.slice(self.starts[group], ROWS_AT_A_TIME)
@@ -126,9 +135,10 @@ def _column(
 
 def _refuse_several_splits(path: Path, names: set[str]) -> None:
     """Test clips must not be trained on because one file lists them all."""
-    splits = {split_of(Path(folder)) for folder in {str(Path(name).parent) for name in names}}
-    if len(splits - {None}) > 1:
+    folders = {str(Path(name).parent) for name in names}
+    splits = {found.split for folder in folders if (found := claim(Path(folder)))}
+    if len(splits) > 1:
         raise DataError(
-            f"{path} names files of several splits ({', '.join(sorted(s for s in splits if s))}); "
+            f"{path} names files of several splits ({', '.join(sorted(splits))}); "
             f"put a {path.name} of its own into the folder of each"
         )

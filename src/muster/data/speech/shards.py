@@ -26,7 +26,8 @@ def write_shards(spec: str, folder: Path, shards: int = 10) -> list[Path]:
     """
     source = corpus.embedded_folder(spec.removeprefix(corpus.EMBEDDED))
     names = [f"train-{n:05d}-of-{shards:05d}.parquet" for n in range(shards)]
-    others = [path for path in sorted(source.glob("*.parquet")) if corpus.split_of(path) != "train"]
+    _, assigned = corpus.find(spec, "data.train", "speech")
+    others = [path for path, split in assigned.of.items() if split != "train"]
     wanted = [folder / name for name in (*names, *(path.name for path in others))]
     unexpected = sorted(set(folder.glob("*.parquet")) - set(wanted))
     if unexpected:

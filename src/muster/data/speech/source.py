@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
+from muster.data.account import FileAccount
+from muster.data.problems import Problems
 from muster.data.speech import audio
 from muster.data.speech.files import AudioFiles, Rows, Texts
+from muster.data.speech.folder import FolderClips
 from muster.data.speech.index import Progress
 from muster.data.speech.vocabulary import Vocabulary, normalise
 from muster.data.speech.windows import LONGEST
@@ -68,14 +72,14 @@ class SpeechSource:
         progress: Progress | None = None,
     ) -> None:
         self.limits = limits
-        self._left_out: Counter[str] = Counter()
+        self._left_out: dict[str, Counter[int]] = {}  # reason → clips by file
         self.cut: Counter[str] = Counter()
+        self.broken: dict[int, str] = {}
         self.files = AudioFiles(paths, audio_column, text_column)
         rows = self.files.read_rows(lambda text: normalise(text, limits.lowercase), progress)
         self._set_rows(self._usable(rows))
         self._cache: dict[int, audio.Samples] = {}
         self._cached_bytes = 0
-        self.broken: dict[int, str] = {}
         self._loaded = np.zeros(len(self.rows), bool)
         self._lock = threading.Lock()
         streams = limits.shuffle == "groups"
@@ -90,7 +94,24 @@ class SpeechSource:
     @property
     def left_out(self) -> dict[str, int]:
         """How many clips are not used, by reason."""
-        return {**self._left_out, **({BROKEN: len(self.broken)} if self.broken else {})}
+        found = {why: files.total() for why, files in self._left_out.items()}
+        return {**found, **({BROKEN: len(self.broken)} if self.broken else {})}
+
+    def account(self) -> list[FileAccount]:
+        count = len(self.files.paths)
+        clips = np.bincount(self.rows.file, minlength=count)
+        hours = np.bincount(self.rows.file, self.lengths, count) / 3600
+        accounts = []
+        for i, path in enumerate(self.files.paths):
+            left_out = {why: files[i] for why, files in self._left_out.items() if files[i]}
+            account = FileAccount(str(path), int(clips[i]), {"hours": float(hours[i])}, left_out)
+            accounts.append(account)
+        return accounts
+
+    def unnamed(self) -> list[Path]:
+        """Audio files that lie beside metadata and are not in it."""
+        tables = self.files.tables
+        return [p for table in tables if isinstance(table, FolderClips) for p in table.unnamed()]
 
     @property
     def texts(self) -> Texts:
@@ -173,7 +194,7 @@ class SpeechSource:
         dropped = np.flatnonzero(~mask)
         if not len(dropped):
             return
-        self._left_out[why] += len(dropped)
+        self._count_left_out(why, self.rows.file[dropped])
         log.warning("left out %d clips: %s (%s …)", len(dropped), why, self._some(dropped.tolist()))
         if len(dropped) == len(mask):
             raise DataError(f"no clip is left: {why}; first was {self.name(0)}")
@@ -207,17 +228,16 @@ class SpeechSource:
         }
         usable = np.ones(len(rows), bool)
         for why, faulty in faults.items():
-            if count := int((usable & faulty).sum()):
-                self._left_out[why] = count
+            self._count_left_out(why, rows.file[usable & faulty])
             usable &= ~faulty
         if not usable.any():
             named = ", ".join(path.name for path in self.files.paths[:NAMED_PROBLEMS])
             raise DataError(
                 f"no usable clip among {len(rows)} rows of {named}: "
-                f"{', '.join(f'{count} {why}' for why, count in self._left_out.items())}; "
+                f"{', '.join(f'{count} {why}' for why, count in self.left_out.items())}; "
                 "see data.min_seconds, data.max_seconds and data.text_column"
             )
-        for why, count in self._left_out.items():
+        for why, count in self.left_out.items():
             log.warning("left out %d of %d clips: %s", count, len(rows), why)
         if count := int((usable & long).sum()):
             self.cut[f"longer than {limits.max_seconds} s"] = count
@@ -225,20 +245,16 @@ class SpeechSource:
         return rows.without_problems(usable)
 
     def _check_bad_rows(self, rows: Rows) -> None:
-        bad, total = rows.problems, len(rows)
-        if not bad:
-            return
-        first = list(bad.items())[:NAMED_PROBLEMS]
-        named = "; ".join(f"{self.files.name(rows[row])}: {why}" for row, why in first)
-        if len(bad) > self.limits.max_bad_fraction * total:
-            cure = f"raise data.max_bad_fraction above {len(bad) / total:.3f} to train without them"
-            if len(bad) == total:
-                cure = "see data.audio_column and data.text_column"
-            raise DataError(
-                f"{len(bad)} of {total} rows cannot be read ({named}{' …' if len(bad) > NAMED_PROBLEMS else ''}); "
-                f"fix them, or {cure}"
-            )
-        log.warning("%d of %d rows cannot be read and are left out: %s", len(bad), total, named)
+        bad = Problems()
+        for row, why in rows.problems.items():
+            bad.add(self.files.name(rows[row]), why)
+        columns = "data.audio_column and data.text_column"
+        if words := bad.check(len(rows), self.limits.max_bad_fraction, "rows", columns):
+            log.warning("%s", words)
+
+    def _count_left_out(self, why: str, files: NDArray[np.int32]) -> None:
+        if len(files):
+            self._left_out.setdefault(why, Counter()).update(files.tolist())
 
 
 def check_characters(source: SpeechSource, vocabulary: Vocabulary, drop: bool) -> None:

@@ -1,26 +1,23 @@
 """Text for language models, one document at a time: parquet, JSON lines, plain files.
 
 Documents are streamed, so a corpus may be larger than memory. A row without usable text is skipped
-and counted; `BadRows.check` raises if there are too many.
+and counted; `Problems.check` raises if there are too many.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from muster.data.parquet import TEXT_NAMES, holds_text, open_parquet, pick_column
+from muster.data.problems import Problems
 from muster.errors import DataError
 
-log = logging.getLogger(__name__)
-
-NAMED_PROBLEMS = 5
 ROWS_AT_A_TIME = 256
 
 
@@ -31,44 +28,13 @@ class Document:
     text: str
 
 
-@dataclass
-class BadRows:
-    """How many rows could not be read, and the first few by name."""
-
-    count: int = 0
-    named: list[str] = field(default_factory=list)
-
-    def add(self, where: str, why: str) -> None:
-        self.count += 1
-        if len(self.named) < NAMED_PROBLEMS:
-            self.named.append(f"{where}: {why}")
-
-    def check(self, rows: int, max_bad_fraction: float) -> None:
-        """Log a few; more than data.max_bad_fraction are an error."""
-        if not self.count:
-            return
-        listed = "; ".join(self.named) + (" …" if self.count > len(self.named) else "")
-        if self.count > max_bad_fraction * rows:
-            cure = (
-                f"raise data.max_bad_fraction above {self.count / rows:.3f} to train without them"
-            )
-            if self.count == rows:
-                cure = "see data.text_column"
-            raise DataError(
-                f"{self.count} of {rows} documents cannot be read ({listed}); fix them, or {cure}"
-            )
-        log.warning(
-            "%d of %d documents cannot be read and are left out: %s", self.count, rows, listed
-        )
-
-
 def row_name(path: Path, row: int) -> str:
     """`/data/train-00003.parquet row 17`, for messages."""
     return f"{path} row {row}" if path.suffix in (".parquet", ".jsonl") else str(path)
 
 
 def read_documents(
-    paths: Sequence[Path], text_column: str | None, bad: BadRows
+    paths: Sequence[Path], text_column: str | None, bad: Problems
 ) -> Iterator[Document]:
     """Every document of `paths`, in order. Empty ones are included; unreadable ones go to `bad`."""
     for file, path in enumerate(paths):
@@ -76,7 +42,7 @@ def read_documents(
             try:
                 yield Document(file, row, _text(cell))
             except ValueError as error:
-                bad.add(row_name(path, row), str(error))
+                bad.add(row_name(path, row), str(error), str(path))
 
 
 def _cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:

@@ -11,13 +11,13 @@ a name made of the files' identities and the tokenizer, and mapped into memory b
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +27,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.data import cache
-from muster.data.text.documents import BadRows, Document, read_documents, row_name
+from muster.data.account import FileAccount
+from muster.data.problems import Problems
+from muster.data.text.documents import Document, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
 
 log = logging.getLogger(__name__)
 
-STREAM_VERSION = 1
+STREAM_VERSION = 2
 SAMPLED = 1 << 20  # tokens of a stream that go into its fingerprint
 CHARACTERS_AT_A_TIME = 1 << 20
 LARGEST_SIZE = 255  # bytes of text per token that fit the small array; the surplus is kept apart
@@ -72,9 +74,14 @@ class PackedSource:
         self.paths, self.length = list(paths), length
         self.broken: dict[int, str] = {}
         self.stream = open_stream(self.paths, tokenizer, text_column)
-        self.stream.bad.check(self.stream.rows, max_bad_fraction)
+        columns = "data.text_column"
+        if words := self.stream.bad.check(self.stream.rows, max_bad_fraction, "documents", columns):
+            log.warning("%s", words)
         targets = len(self.stream.tokens) - 1
         count = targets // length if whole else -(-targets // length)
+        self.left_out: dict[str, int] = {}
+        if rest := targets - count * length if whole else 0:
+            self.left_out["tokens at the end that do not fill a sequence"] = rest
         if count == 0:
             raise DataError(
                 f"the text in {', '.join(map(str, self.paths[:5]))} makes {targets} tokens, less than "
@@ -104,6 +111,21 @@ class PackedSource:
             positions=positions - first,
         )
 
+    def account(self) -> list[FileAccount]:
+        """The documents of each file, and what they hold."""
+        stream, files = self.stream, len(self.paths)
+        documents = np.bincount(stream.files, minlength=files)
+        tokens = np.diff(stream.starts, append=len(stream.tokens) - 1)
+        tokens = np.bincount(stream.files, tokens, files).astype(np.int64)
+        accounts = []
+        for i, path in enumerate(self.paths):
+            left_out = dict(stream.bad.files.get(str(path), {}))
+            if empty := stream.empty.get(str(i)):
+                left_out["empty"] = empty
+            amounts: dict[str, float] = {"documents": int(documents[i]), "tokens": int(tokens[i])}
+            accounts.append(FileAccount(str(path), int(documents[i]), amounts, left_out))
+        return accounts
+
     def name(self, index: int) -> str:
         """The document that the sequence begins in."""
         number = int(np.searchsorted(self.stream.starts, index * self.length, side="right")) - 1
@@ -129,7 +151,8 @@ class TokenStream:
     files: NDArray[np.int64]  # of each document
     row_numbers: NDArray[np.int64]
     rows: int  # documents looked at
-    bad: BadRows
+    bad: Problems
+    empty: dict[str, int]  # documents without a character, by the number of their file
 
     def bytes_between(self, begin: int, end: int) -> int:
         low, high = np.searchsorted(self.large, [begin, end])
@@ -187,7 +210,8 @@ def _load(folder: Path) -> TokenStream | None:
         }
     except (OSError, ValueError):
         return None
-    return TokenStream(**arrays, rows=about["rows"], bad=BadRows(**about["bad"]))
+    bad = Problems.from_json(about["bad"])
+    return TokenStream(**arrays, rows=about["rows"], bad=bad, empty=about["empty"])
 
 
 def _make(
@@ -198,12 +222,13 @@ def _make(
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         writer = _StreamWriter(temporary, tokenizer)
-        bad, rows = BadRows(), 0
+        bad, rows, empty = Problems(), 0, Counter[int]()
         for texts in _groups(read_documents(paths, text_column, bad)):
             rows += len(texts)
+            empty.update(document.file for document in texts if not document.text)
             writer.add([document for document in texts if document.text])
         writer.close()
-        about = {"rows": rows + bad.count, "bad": dataclasses.asdict(bad)}
+        about = {"rows": rows + bad.count, "bad": bad.to_json(), "empty": dict(empty)}
         (temporary / "stream.json").write_text(json.dumps(about))
         if _load(folder) is None:  # else another machine that shares the cache was faster
             shutil.rmtree(folder, ignore_errors=True)
