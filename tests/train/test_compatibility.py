@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from muster.api.train import resolve
 from muster.errors import CheckpointError
 from muster.recipe.describe import keys
-from muster.recipe.load import load
+from muster.recipe.load import from_resolved, load
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
@@ -27,11 +28,36 @@ def test_a_checkpoint_from_before_a_key_existed_goes_on(tmp_path):
     recipe = load("speech").as_dict()
     older = json.loads(json.dumps(recipe))
     del older["model"]["freeze_encoder"], older["data"]["window"], older["data"]["shuffle"]
+    del older["data"]["sequence_packing"]
     older["data"]["lowercase"] = True  # what `auto` means for speech-ctc
     refuse_other_recipe(saved(tmp_path, older), recipe)
     older["data"]["lowercase"] = False
     with pytest.raises(CheckpointError, match=r"data\.lowercase=False"):
         refuse_other_recipe(saved(tmp_path, older), recipe)
+
+
+def test_text_that_was_packed_before_its_cuts_moved_goes_on_with_fixed_ones(tmp_path):
+    older = load("gpt-micro").as_dict()
+    del older["data"]["sequence_packing"]
+    before = saved(tmp_path, older)
+    refuse_other_recipe(before, load("gpt-micro", ["data.sequence_packing=fixed"]).as_dict())
+    with pytest.raises(
+        CheckpointError, match=r"data\.sequence_packing='fixed', .* has .*'shuffled'"
+    ):
+        refuse_other_recipe(before, load("gpt-micro").as_dict())
+
+    (tmp_path / "recipe.yaml").write_text(json.dumps(older))
+    assert from_resolved(tmp_path / "recipe.yaml").data.sequence_packing == "fixed"
+    (tmp_path / "run.json").write_text('{"state": "stopped"}')
+    run, recipe = resolve(str(tmp_path), ["training.steps=300"])
+    assert run is not None
+    assert recipe.training.steps == 300
+    refuse_other_recipe(before, recipe.as_dict())
+    _, changed = resolve(str(tmp_path), ["data.sequence_packing=shifted"])
+    assert changed.data.sequence_packing == "shifted"
+    older["data"]["sequence_packing"] = "shuffled"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(older))
+    assert from_resolved(tmp_path / "recipe.yaml").data.sequence_packing == "shuffled"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +99,7 @@ def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
 
 FIXED = """task task_options seed model.preset model.pretrained model.config model.trust_remote_code model.shape model.vocab_size model.lora model.freeze_encoder
 model.freeze_feature_encoder model.norm data.train data.max_parquet_files data.audio_column data.text_column data.image_column
-data.label_column data.sequence_length data.isolate_documents data.image_size data.sample_rate
+data.label_column data.sequence_length data.sequence_packing data.isolate_documents data.image_size data.sample_rate
 data.mels data.normalize data.spec_augment data.tokenizer data.lowercase data.unknown_characters
 data.min_seconds data.max_seconds data.window data.buckets data.long_clips data.long_texts
 data.language data.speech_task data.timestamps data.shuffle data.pool_batches

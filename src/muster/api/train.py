@@ -181,8 +181,11 @@ def resolve(
 ) -> tuple[run_directory.Run | None, Recipe]:
     """The run to continue, if `recipe` is one, and the validated recipe."""
     existing = existing_run(recipe, runs_elsewhere) if isinstance(recipe, str) else None
-    source = str(existing.path / "recipe.yaml") if existing else recipe
-    return existing, read_recipe(source, changes, console)
+    if existing is None:
+        return None, read_recipe(recipe, changes, console)
+    from muster.recipe.recorded import as_recorded
+
+    return existing, as_recorded(read_recipe(str(existing.path / "recipe.yaml"), changes, console))
 
 
 def read_recipe(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ IGNORE = -100  # ignore_index of the loss
 class Source(Protocol):
     """Indexed samples, each with a length that is proportional to its cost.
 
-    `broken`: those that could not be read during training, and why, on this rank.
+    `broken`: those that could not be read during training, and why, on this rank. A source may also have
+    `of_epoch(epoch)`, which returns a source of as many samples, as long, for that epoch of training.
     """
 
     broken: dict[int, str]
@@ -48,6 +49,12 @@ class Source(Protocol):
     def fingerprint(self) -> bytes:
         """Hash of what determines the order of an epoch besides the lengths; empty if nothing."""
         ...
+
+
+def of_epoch(source: Source, epoch: int) -> Source:
+    """`source` as it is in this epoch of training."""
+    find = getattr(source, "of_epoch", None)
+    return cast(Source, find(epoch)) if find else source
 
 
 @dataclass(frozen=True)
@@ -127,8 +134,13 @@ class Loader:
     def micro_batches(self, step: int) -> list[Batch]:
         ids = self.plan.batch(step)
         own = cut(ids, self.plan.lengths, self.ranks, self.accumulation)[self.rank]
-        epoch, longest = self.plan.epoch_of(step), float(self.plan.lengths[ids].max())
-        return [self._build(part.tolist(), epoch, longest) for part in own]
+        source, longest = self.source_at(step), float(self.plan.lengths[ids].max())
+        epoch = self.plan.epoch_of(step)
+        return [self._build(source, part.tolist(), epoch, longest) for part in own]
+
+    def source_at(self, step: int) -> Source:
+        """The source as it is in the epoch of `step`, for samples and their names."""
+        return of_epoch(self.source, self.plan.epoch_of(step))
 
     def costliest(self, start: int, stop: int) -> int:
         """Of steps `start` … `stop - 1`, as far as they are in one epoch, the one with the longest
@@ -164,6 +176,6 @@ class Loader:
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _build(self, ids: list[int], epoch: int, longest: float) -> Batch:
-        batch = self.collate([self.source.load(i) for i in ids], epoch, longest).identified(ids)
+    def _build(self, source: Source, ids: list[int], epoch: int, longest: float) -> Batch:
+        batch = self.collate([source.load(i) for i in ids], epoch, longest).identified(ids)
         return batch.pinned() if self.pin else batch

@@ -86,7 +86,8 @@ class PlannedSequences(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`shift_labels` too: our targets are already shifted by one token."""
         step, row = divmod(index, self.plan.batch_size)
-        batch = self.task.collate([self.source.load(int(self.plan.batch(step)[row]))], None)
+        source = self.source.of_epoch(self.plan.epoch_of(step))
+        batch = self.task.collate([source.load(int(self.plan.batch(step)[row]))], None)
         targets = batch["targets"][0]
         return {"input_ids": batch["tokens"][0], "labels": targets, "shift_labels": targets}
 

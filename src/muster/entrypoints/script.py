@@ -33,6 +33,7 @@ from muster.observe.logs import set_up
 from muster.observe.profile_page import headline
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved, load
+from muster.recipe.recorded import as_recorded
 from muster.recipe.schema import Recipe
 from muster.worker.main import TrainRank, listen_for_stop, run_process, run_rank
 
@@ -69,6 +70,7 @@ def train_here(
             )
         source = str(existing.path / "recipe.yaml") if existing else recipe
         loaded = load(source, cluster.own_arguments(overrides))
+        loaded = as_recorded(loaded) if existing else loaded
         before(loaded)
         resumed = existing is not None or rank_info.restarts > 0
         loaded = check_before_launch(loaded, rank_info.world, rank_info.local_world, resumed)

@@ -68,6 +68,13 @@ class Data(Section):
     sequence_length: Annotated[int, Field(ge=2)] = fixed(
         256, description="Tokens per packed sequence of a language model."
     )
+    sequence_packing: Literal["shuffled", "shifted", "fixed"] = fixed(
+        "shuffled",
+        description="Language: where each epoch cuts the training text into sequences. `shuffled`: its "
+        "documents in another order and its cuts in other places, drawn from (seed, epoch); `shifted`: "
+        "the cuts alone; `fixed`: every epoch has the same sequences. Text that is scored is always "
+        "cut in the same places.",
+    )
     isolate_documents: bool = fixed(
         False,
         description="Neither attention nor positions cross from one document into the next within a "

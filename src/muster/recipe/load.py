@@ -28,6 +28,7 @@ from muster.errors import RecipeError
 from muster.recipe import aliases, length, own_task
 from muster.recipe.describe import closest, instead, keys, mismatch, to_yaml
 from muster.recipe.overrides import plain
+from muster.recipe.recorded import as_recorded
 from muster.recipe.schema import Recipe
 from muster.recipe.training import unused_by
 
@@ -81,7 +82,7 @@ def from_resolved(path: str | Path) -> Recipe:
     because a run may be older than the muster that reads it."""
     config = OmegaConf.create(_parse(Path(path)))
     assert isinstance(config, DictConfig)
-    found = _finish(config).recipe
+    found = as_recorded(_finish(config).recipe)
     return own_task.located(found, [Path(path).parent], must_exist=False)
 
 

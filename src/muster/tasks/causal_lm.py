@@ -215,6 +215,8 @@ class CausalLM(Task):
             whole=split == "train",
             text_column=self.recipe.data.text_column,
             max_bad_fraction=self.recipe.data.max_bad_fraction,
+            packing=self.recipe.data.sequence_packing if split == "train" else "fixed",
+            seed=self.recipe.seed,
         )
 
     def _files(self, split: Split) -> list[Path]:

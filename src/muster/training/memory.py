@@ -47,7 +47,7 @@ def oom_context(job: Job, step: int, phase: str) -> Iterator[None]:
         if not out_of_memory(error):
             raise
         job.current_ids = []  # not of this phase
-        description = _describe_oom(job, f"step {step + 1}", phase, error)
+        description = _describe_oom(job, step, f"step {step + 1}", phase, error)
         raise MemoryLimitError(f"{description} {_remedy(job, phase)}") from error
 
 
@@ -59,12 +59,12 @@ def shrink_or_raise(job: Job, step: int, error: Exception, *, ahead: bool = Fals
         raise error
     phase = "backward pass" if _in_backward(error) else "forward pass"
     when = f"step {step + 1}" + (" (tried ahead)" if ahead else "")
-    description, smaller = _describe_oom(job, when, phase, error), _halved(job)
+    description, smaller = _describe_oom(job, step, when, phase, error), _halved(job)
     if not shrinks or smaller is None:
         raise MemoryLimitError(f"{description} {_remedy(job, phase)}") from error
     plain = isinstance(job.engine, TorchEngine) and job.engine.graphs is None
     single = job.mesh.world == 1 and plain
-    note = _write_note(job, when, phase, smaller, restart=not single)
+    note = _write_note(job, step, when, phase, smaller, restart=not single)
     log.warning("%s %s", description, note["words"])
     if not single:
         raise StartAgain(
@@ -120,7 +120,9 @@ def _halved(job: Job) -> int | None:
     return math.ceil(_samples(job) / 2) if finest > job.loader.accumulation else None
 
 
-def _write_note(job: Job, when: str, phase: str, smaller: int, *, restart: bool) -> dict[str, Any]:
+def _write_note(
+    job: Job, step: int, when: str, phase: str, smaller: int, *, restart: bool
+) -> dict[str, Any]:
     """For the restart, and as an event."""
     batch, ranks, rank, was = (
         job.loader.plan.batch_size,
@@ -136,7 +138,7 @@ def _write_note(job: Job, when: str, phase: str, smaller: int, *, restart: bool)
         "per_device": smaller,
         "accumulation": min(math.ceil(batch / (smaller * ranks)), batch // ranks),
         "data_ranks": ranks,
-        "rows": [job.loader.source.name(i) for i in job.current_ids],
+        "rows": [job.loader.source_at(step).name(i) for i in job.current_ids],
         "restart": restart,
         "words": f"out of memory at {when} on rank {rank}: {was} → {smaller} samples at a time",
     }
@@ -151,11 +153,11 @@ def _in_backward(error: BaseException) -> bool:
     return any(frame.f_code.co_name == "backward" for frame, _ in frames)
 
 
-def _describe_oom(job: Job, when: str, phase: str, error: BaseException) -> str:
+def _describe_oom(job: Job, step: int, when: str, phase: str, error: BaseException) -> str:
     parts = [f"rank {job.mesh.rank} ran out of memory in the {phase} of {when}:"]
     parts.append(f"{wanted(error)}{budget(job.mesh.device)}.")
     if job.current_ids:
-        lengths, source = job.loader.plan.lengths, job.loader.source
+        lengths, source = job.loader.plan.lengths, job.loader.source_at(step)
         longest = max(job.current_ids, key=lambda i: float(lengths[i]))
         parts.append(
             f"The micro-batch held {len(job.current_ids)} sample(s), the longest of them "

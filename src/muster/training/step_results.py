@@ -113,9 +113,8 @@ def _check_finite(job: Job, launched: Launched, finite: bool) -> None:
     rows = [i for ids in job.mesh.gather(suspects) for i in ids]
     if not rows:  # finite losses, but a gradient is not
         rows = job.loader.plan.batch(step).tolist()
-    names = ", ".join(job.loader.source.name(i) for i in rows[:16]) + (
-        " …" if len(rows) > 16 else ""
-    )
+    source = job.loader.source_at(step)
+    names = ", ".join(source.name(i) for i in rows[:16]) + (" …" if len(rows) > 16 else "")
     log.warning(
         "step %d skipped: non-finite loss or gradient; the micro-batch held %s", step + 1, names
     )

@@ -3,7 +3,8 @@
 The stream is `end doc end doc end … doc end`, so every token of every document is predicted exactly
 once, and so is every end; only the first `end` is not. Sequence `i` reads tokens `i·length` to
 `(i+1)·length` and predicts each from those before it: neighbours share one token, the last target
-of one and the first input of the next.
+of one and the first input of the next. In training, each epoch has the documents in another order
+and cuts in other places (`muster.data.text.arrangement`).
 
 Tokenizing happens once per machine. The stream is written to the user's cache as .npy files, under
 a name made of the files' identities and the tokenizer, and mapped into memory by every rank.
@@ -11,12 +12,14 @@ a name made of the files' identities and the tokenizer, and mapped into memory b
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from numpy.typing import NDArray
 from muster.data import cache
 from muster.data.account import FileAccount
 from muster.data.problems import Problems
+from muster.data.text.arrangement import Packing, arrange
 from muster.data.text.documents import Document, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
@@ -38,6 +42,9 @@ log = logging.getLogger(__name__)
 STREAM_VERSION = 2
 SAMPLED = 1 << 20  # tokens of a stream that go into its fingerprint
 CHARACTERS_AT_A_TIME = 1 << 20
+EPOCHS_HELD = 2  # their orders of documents; batches of the next epoch are prefetched
+REST = "tokens at the end that do not fill a sequence"
+MOVING_REST = "tokens that do not fill a sequence, others in each epoch"
 LARGEST_SIZE = 255  # bytes of text per token that fit the small array; the surplus is kept apart
 
 
@@ -53,7 +60,7 @@ class PackedSample:
 
 
 class PackedSource:
-    """Indexed sequences of `length` targets.
+    """Indexed sequences of `length` targets, cut as `packing` says in the epoch that `of_epoch` names.
 
     The rest of the stream that does not fill a sequence is left out of training (`whole`), and is a
     shorter last sequence where every token must count.
@@ -70,6 +77,8 @@ class PackedSource:
         whole: bool,
         text_column: str | None = None,
         max_bad_fraction: float = 0.01,
+        packing: Packing = "fixed",
+        seed: int = 0,
     ) -> None:
         self.paths, self.length = list(paths), length
         self.broken: dict[int, str] = {}
@@ -79,36 +88,63 @@ class PackedSource:
             log.warning("%s", words)
         targets = len(self.stream.tokens) - 1
         count = targets // length if whole else -(-targets // length)
-        self.left_out: dict[str, int] = {}
-        if rest := targets - count * length if whole else 0:
-            self.left_out["tokens at the end that do not fill a sequence"] = rest
         if count == 0:
             raise DataError(
                 f"the text in {', '.join(map(str, self.paths[:5]))} makes {targets} tokens, less than "
                 f"one sequence of data.sequence_length={length}; add text, or shorten the sequence"
             )
         self.lengths = np.full(count, float(length))
+        self.left_out: dict[str, int] = {}
+        if (rest := targets - count * length) > 0:
+            self.left_out[REST if packing == "fixed" else MOVING_REST] = rest
+        self.packing, self.seed = packing, seed
+        self.arrangement = arrange("fixed", self.stream.starts, targets, seed, 0)
+        self._epoch: int | None = None
+        self._epochs: dict[int, PackedSource] = {}
+        self._lock = threading.Lock()
+
+    def of_epoch(self, epoch: int) -> PackedSource:
+        """The same number of sequences of the same lengths, as this epoch cuts them."""
+        if self.packing == "fixed":
+            return self
+        with self._lock:  # or every thread of a loader arranges the next epoch
+            if epoch not in self._epochs:
+                made, whole = copy.copy(self), self.arrangement
+                made.arrangement = arrange(
+                    self.packing, whole.stored, whole.total, self.seed, epoch
+                )
+                made._epoch = epoch
+                for other in list(self._epochs)[: 1 - EPOCHS_HELD]:
+                    del self._epochs[other]
+                self._epochs[epoch] = made
+            return self._epochs[epoch]
 
     def fingerprint(self) -> bytes:
-        """Hash of a sample of the tokens."""
-        tokens = self.stream.tokens
-        return hashlib.sha256(tokens[:: len(tokens) // SAMPLED + 1].tobytes()).digest()
+        """Hash of a sample of the tokens, and of the documents where their order changes."""
+        arrays = [self.stream.tokens]
+        if self.packing == "shuffled":
+            arrays.append(self.stream.starts)
+        digest = hashlib.sha256()
+        for array in arrays:
+            digest.update(array[:: len(array) // SAMPLED + 1].tobytes())
+        return digest.digest()
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def load(self, index: int) -> PackedSample:
-        begin, stream = index * self.length, self.stream
-        tokens = stream.tokens[begin : begin + self.length + 1].astype(np.int64)
-        positions = np.arange(begin, begin + len(tokens) - 1)
-        documents = np.searchsorted(stream.starts, positions, side="right")
-        first = np.maximum(stream.starts[documents - 1], begin)
+        begin = index * self.length
+        count = min(self.length, self.arrangement.total - begin)
+        inputs, within = self.arrangement.place(begin, count)
+        restarts = within == 0
+        restarts[0] = False
+        numbers = np.arange(count)
         return PackedSample(
             id=index,
-            tokens=tokens,
-            bytes=stream.bytes_between(begin + 1, begin + len(tokens)),
-            documents=documents - documents[0],
-            positions=positions - first,
+            tokens=self.stream.tokens[np.append(inputs, inputs[-1] + 1)].astype(np.int64),
+            bytes=self.stream.bytes_of(inputs + 1),
+            documents=np.cumsum(restarts),
+            positions=numbers - np.maximum.accumulate(np.where(restarts, numbers, 0)),
         )
 
     def account(self) -> list[FileAccount]:
@@ -128,9 +164,10 @@ class PackedSource:
 
     def name(self, index: int) -> str:
         """The document that the sequence begins in."""
-        number = int(np.searchsorted(self.stream.starts, index * self.length, side="right")) - 1
+        number = int(self.arrangement.document(self.arrangement.number(index * self.length)))
         file, row = int(self.stream.files[number]), int(self.stream.row_numbers[number])
-        return f"sequence {index}, from {row_name(self.paths[file], row)}"
+        epoch = "" if self._epoch is None else f" of epoch {self._epoch}"
+        return f"sequence {index}{epoch}, from {row_name(self.paths[file], row)}"
 
     def reserve(self, samples: int) -> None:
         """Nothing to do: the stream is memory-mapped."""
@@ -154,9 +191,10 @@ class TokenStream:
     bad: Problems
     empty: dict[str, int]  # documents without a character, by the number of their file
 
-    def bytes_between(self, begin: int, end: int) -> int:
-        low, high = np.searchsorted(self.large, [begin, end])
-        return int(self.sizes[begin:end].sum(dtype=np.int64) + self.surplus[low:high].sum())
+    def bytes_of(self, positions: NDArray[np.int64]) -> int:
+        low = np.searchsorted(self.large, positions)
+        large = np.searchsorted(self.large, positions, side="right") > low
+        return int(self.sizes[positions].sum(dtype=np.int64) + self.surplus[low[large]].sum())
 
 
 ARRAYS = ("tokens", "sizes", "large", "surplus", "starts", "files", "row_numbers")
