@@ -48,9 +48,7 @@ def test_every_file_and_token_of_a_folder_is_accounted_for(tmp_path):
         name.replace("_", "."): len(text) + 1 for name, text in texts.items()
     }
     assert train.samples == tokens // 8
-    assert train.left_out == {
-        "tokens that do not fill a sequence, others in each epoch": tokens % 8
-    }
+    assert train.left_out == {"tokens at the end that do not fill a sequence": tokens % 8}
     lines = account.lines()
     assert lines[0] == f"train: {tokens // 8} samples, 17 documents, {tokens} tokens in 17 file(s)"
     assert "validation: none" in lines
