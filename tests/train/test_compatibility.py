@@ -99,7 +99,8 @@ def test_another_way_to_shuffle_is_named_and_not_blamed_on_the_data(tmp_path):
 
 FIXED = """task task_options seed model.preset model.pretrained model.config model.trust_remote_code model.shape model.vocab_size model.lora model.freeze_encoder
 model.freeze_feature_encoder model.norm data.train data.max_parquet_files data.audio_column data.text_column data.image_column
-data.label_column data.sequence_length data.sequence_packing data.isolate_documents data.image_size data.sample_rate
+data.label_column data.format data.chat_template data.pack_rows data.sequence_length data.sequence_packing
+data.isolate_documents data.image_size data.sample_rate
 data.mels data.normalize data.spec_augment data.tokenizer data.lowercase data.unknown_characters
 data.min_seconds data.max_seconds data.window data.buckets data.long_clips data.long_texts
 data.language data.speech_task data.timestamps data.shuffle data.pool_batches

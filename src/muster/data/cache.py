@@ -9,11 +9,14 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from muster.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,51 @@ def exclusive_lock(folder: Path) -> Iterator[None]:
         ):  # a file system without locks: built twice, which is only slower
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+Loaded = TypeVar("Loaded")
+
+
+def load_or_build(
+    folder: Path, load: Callable[[Path], Loaded | None], build: Callable[[Path], None], what: str
+) -> Loaded:
+    """What `load` finds in a folder of the cache; where there is nothing, `build` fills it first.
+
+    Under a temporary name: the folder that counts is whole or not there. `what` is built, for messages.
+    """
+    found = load(folder)
+    if found is None:
+        try:
+            with exclusive_lock(folder):
+                if load(folder) is None:
+                    log.info("building %s in %s", what, folder)
+                    _build(folder, load, build)
+        except OSError as error:
+            raise DataError(
+                f"cannot write {what} to {folder} ({error.strerror}); free some space, or set "
+                "XDG_CACHE_HOME to a folder that has it"
+            ) from None
+        found = load(folder)
+    if found is None:
+        raise DataError(f"{what} in {folder} cannot be read; remove that folder and start again")
+    return found
+
+
+def _build(
+    folder: Path, load: Callable[[Path], Loaded | None], build: Callable[[Path], None]
+) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        build(temporary)
+        if load(folder) is None:  # else another machine that shares the cache was faster
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(temporary, folder)
+    except OSError:
+        if load(folder) is None:
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextlib.contextmanager

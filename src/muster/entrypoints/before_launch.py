@@ -130,6 +130,13 @@ def check_samples(recipe: Recipe, global_batch: int, tokenizer: Tokenizer | None
     if content == "text":
         if tokenizer is None:
             return
+        from muster.data.text.chat_template import find_template
+        from muster.data.text.conversations import are_chat
+
+        if are_chat(data.format, data.text_column, files):
+            folder = tokenizer.folder(data.tokenizer.path, _folder(recipe))
+            find_template(data.chat_template, folder, tokenizer.end_text)
+            return
         found = _sequences(recipe, files, tokenizer)
         if found is None:
             return

@@ -47,6 +47,7 @@ from muster.recipe.batch import BatchSizes, solve
 from muster.recipe.schema import Recipe
 from muster.recipe.training import Training
 from muster.tasks.causal_lm import CausalLM
+from muster.tasks.chat import ChatLM
 from muster.training.checkpoint import Checkpoints
 from muster.training.evaluate import SingleProcess
 from muster.training.job import Job
@@ -214,6 +215,11 @@ def run_rank(
     """What `muster.worker.main.run_rank` does, with the Trainer instead of muster's loop."""
     _sizes(recipe, rank_info.world)  # refuses before ranks wait for each other
     task = cast(CausalLM, open_task(recipe))
+    if isinstance(task, ChatLM):
+        raise RecipeError(
+            "data.format: Hugging Face's Trainer runs here on text, not on chat rows; train with "
+            "muster's own loop"
+        )
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
     sizes = _sizes(recipe, rank_info.world)
     source = cast(PackedSource, open_source(task, recipe, mesh))

@@ -65,6 +65,21 @@ class Data(Section):
     text_column: str | None = fixed(None, description="Default: text, sentence, transcription …")
     image_column: str | None = fixed(None, description="Default: image, img.")
     label_column: str | None = fixed(None, description="Default: label, labels, fine_label.")
+    format: Literal["auto", "text", "chat"] = fixed(
+        "auto",
+        description="causal-lm: `text`, or `chat`, rows of messages with loss on the replies alone. "
+        "`auto`: what the first row of the training data is.",
+    )
+    chat_template: str | None = fixed(
+        None,
+        description="Chat rows: a Jinja file, a folder that has a chat template, or `basic`, a plain "
+        "one for any tokenizer. Default: the tokenizer's own.",
+    )
+    pack_rows: bool = fixed(
+        True,
+        description="Several chat rows share a sequence of `sequence_length`, without seeing each "
+        "other. `false`: one row per sequence.",
+    )
     sequence_length: Annotated[int, Field(ge=2)] = fixed(
         256, description="Tokens per packed sequence of a language model."
     )
@@ -117,7 +132,8 @@ class Data(Section):
     )
     long_texts: Literal["skip", "cut"] = fixed(
         "skip",
-        description="speech-seq2seq: transcripts of more tokens than the decoder has positions.",
+        description="speech-seq2seq: transcripts of more tokens than the decoder has positions. Chat: rows of "
+        "more tokens than `sequence_length`. Left out, or cut; counted and reported.",
     )
     language: str | None = fixed(
         None,

@@ -28,8 +28,8 @@ FSDP2 = "sharding is PyTorch's fully_shard (FSDP2), which leaves nothing to choo
 CHECKPOINTS = "checkpoints are always in shards, which any layout loads"
 OWN_PART = "a rank builds and reads only the part of the weights that it holds"
 QUANTIZED = "frozen weights are not quantized; training.precision=fp8 is about products"
-PACKED = "text is always packed; data.isolate_documents keeps attention inside a document"
-EVERY_TOKEN = "every token of the text is predicted; there are no prompts that do not count"
+PACKED = "text is always packed, and data.isolate_documents keeps attention inside a document"
+REPLIES = "of text every token counts, of chat rows the replies alone"
 KERNELS = "PyTorch's scaled_dot_product_attention takes the fastest kernel of the device"
 REMAINDER = "what does not fill a last batch is left out of an epoch, which is shuffled anew"
 
@@ -189,8 +189,10 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("val_set_size", "data.validation", "files, not a fraction"),
         Foreign("dataset_prepared_path", note="the cache of tokens lies where XDG_CACHE_HOME says"),
         Foreign("sequence_len", "data.sequence_length"),
-        Foreign("sample_packing pad_to_sequence_len", note=PACKED),
-        Foreign("train_on_inputs chat_template special_tokens", note=EVERY_TOKEN),
+        Foreign("sample_packing", "data.pack_rows", f"of chat rows; {PACKED}"),
+        Foreign("pad_to_sequence_len", note=PACKED),
+        Foreign("chat_template", "data.chat_template"),
+        Foreign("train_on_inputs special_tokens", note=REPLIES),
         Foreign("micro_batch_size", "training.per_device_batch_size"),
         Foreign("num_epochs", "training.epochs"),
         Foreign("optimizer", "training.optimizer"),

@@ -21,6 +21,17 @@ def build_task(recipe: Recipe, assets: dict[str, Any] | None = None) -> Task:
     where = WORKLOADS[recipe.task].where
     if recipe.task == "speech-ctc" and recipe.model.pretrained is not None:
         where = "muster.tasks.speech_encoder:SpeechEncoder"
+    if recipe.task == "causal-lm" and _is_chat(recipe, assets):
+        where = "muster.tasks.chat:ChatLM"
     module, name = where.split(":")
     task: Task = getattr(import_module(module), name)(recipe, assets)
     return task
+
+
+def _is_chat(recipe: Recipe, assets: dict[str, Any] | None) -> bool:
+    """As the checkpoint was trained; of a new run, as its data are."""
+    if assets is not None:
+        return "chat_template" in assets
+    from muster.tasks.chat import reads_chat
+
+    return reads_chat(recipe)

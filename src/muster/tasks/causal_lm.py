@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from muster import models
 from muster.data import corpus
 from muster.data.corpus import Split
-from muster.data.loader import IGNORE, Batch, Inputs
+from muster.data.loader import IGNORE, Batch, Inputs, Source
 from muster.data.text import tokenizers as tokens
 from muster.data.text.packing import PackedSample, PackedSource
 from muster.data.text.tokenizers import Tokenizer
@@ -34,10 +34,12 @@ class CausalLM(Task):
     """A decoder over packed sequences, fresh or pretrained: GPT-2 and Llama shapes, or one that
     transformers builds."""
 
+    isolation_key = "data.isolate_documents"  # which key asks for `isolates`
+
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
         self.recipe = recipe
         self._folder: Path | None = None
-        self._sources: dict[Split, PackedSource | None] = {}
+        self._sources: dict[Split, Source | None] = {}
         self.family: str | None = None  # model_type of the pretrained folder
         if assets is not None:
             self.tokenizer = Tokenizer.from_json(assets["tokenizer"])
@@ -92,10 +94,15 @@ class CausalLM(Task):
 
         return FreshTransformersWeights(self.recipe.seed, config)
 
-    def source(self, split: Split) -> PackedSource | None:
+    @property
+    def isolates(self) -> bool:
+        """Whether the documents of a sequence do not see each other."""
+        return self.recipe.data.isolate_documents
+
+    def source(self, split: Split) -> Source | None:
         if split not in self._sources:
             files = self._files(split)
-            self._sources[split] = self._pack(files, split) if files else None
+            self._sources[split] = self._open(files, split) if files else None
         return self._sources[split]
 
     def collate(
@@ -110,7 +117,7 @@ class CausalLM(Task):
             inputs[row, :time], targets[row, :time] = sample.tokens[:-1], sample.tokens[1:]
             documents[row, :time], positions[row, :time] = sample.documents, sample.positions
         arrays = {"tokens": inputs, "targets": targets}
-        if self.recipe.data.isolate_documents:
+        if self.isolates:
             arrays |= {"positions": positions, "documents": documents}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         units = sum(len(sample.tokens) - 1 for sample in samples)
@@ -125,7 +132,7 @@ class CausalLM(Task):
 
     def inputs(self, batch: Batch) -> Inputs:
         names: tuple[str, ...] = ("positions",) if batch.part is not None else ()
-        if self.recipe.data.isolate_documents:
+        if self.isolates:
             names = ("positions", "documents")
         return Inputs((batch["tokens"],), {name: batch[name] for name in names})
 
@@ -194,9 +201,9 @@ class CausalLM(Task):
         check_length(length, self.config.positions, model.title, pretrained=bool(model.pretrained))
 
         theirs = self.config if isinstance(self.config, TransformersConfig) else None
-        if self.recipe.data.isolate_documents and theirs and not theirs.isolates_documents():
+        if self.isolates and theirs and not theirs.isolates_documents():
             raise RecipeError(
-                f"data.isolate_documents: transformers' model of {theirs.family} cannot keep "
+                f"{self.isolation_key}: transformers' model of {theirs.family} cannot keep "
                 "documents apart; set it to false"
             )
 
@@ -207,7 +214,7 @@ class CausalLM(Task):
             attach(model, **lora.model_dump())
         return model
 
-    def _pack(self, files: list[Path], split: Split) -> PackedSource:
+    def _open(self, files: list[Path], split: Split) -> Source:
         return PackedSource(
             files,
             self.tokenizer,

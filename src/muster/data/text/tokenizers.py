@@ -10,6 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,33 @@ class Tokenizer(ABC):
         """Bytes that are no UTF-8 become U+FFFD."""
 
     @abstractmethod
+    def encode_marked(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        """Ids of a text in which special tokens that are spelt out are themselves, such as a rendered
+        chat, and the character at which each begins."""
+
+    @property
+    @abstractmethod
+    def end_text(self) -> str:
+        """How `end` is spelt."""
+
+    @property
+    @abstractmethod
+    def special(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+
+    @abstractmethod
     def to_json(self) -> dict[str, Any]: ...
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.encode_all([text])[0][0].tolist()
         return ids
+
+    def folder(self, path: str | None, pretrained: Path | None) -> Path | None:
+        """Where `choose` read it from; None where it is of no folder."""
+        if path is None:
+            return pretrained
+        given = Path(path).expanduser()
+        return given if given.is_dir() else given.parent
 
     def fingerprint(self) -> str:
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
@@ -67,13 +90,30 @@ class Bytes(Tokenizer):
     """The 256 bytes, and the end."""
 
     size, end = 257, 256
+    end_text, special = END_NAMES[0], frozenset([256])
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
         encoded = [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
         return [(ids, np.ones(len(ids), np.int64)) for ids in encoded]
 
+    def encode_marked(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        ids, starts, place = [], [], 0
+        for number, part in enumerate(text.split(self.end_text)):
+            if number:
+                ids.append(np.array([self.end], np.uint32))
+                starts.append(np.array([place]))
+                place += len(self.end_text)
+            points = np.frombuffer(part.encode("utf-32-le"), "<u4")
+            ids.append(np.frombuffer(part.encode(), np.uint8).astype(np.uint32))
+            starts.append(np.repeat(np.arange(place, place + len(part)), utf8_widths(points)))
+            place += len(part)
+        return np.concatenate(ids), np.concatenate(starts)
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def folder(self, path: str | None, pretrained: Path | None) -> Path | None:
+        return None
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": "bytes"}
@@ -128,6 +168,27 @@ class HuggingFace(Tokenizer):
             (np.array(encoding.ids, np.uint32), _sizes(text, encoding.offsets))
             for text, encoding in zip(texts, encodings, strict=True)
         ]
+
+    def encode_marked(self, text: str) -> tuple[Ids, NDArray[np.int64]]:
+        encoding = self._marked.encode(text, add_special_tokens=False)
+        starts = [start for start, _ in encoding.offsets]
+        return np.array(encoding.ids, np.uint32), np.array(starts, np.int64)
+
+    @cached_property
+    def _marked(self) -> Any:
+        """The same tokenizer, which knows special tokens in a text."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_str(self._tokenizer.to_str())
+
+    @property
+    def end_text(self) -> str:
+        return str(self._tokenizer.id_to_token(self.end))
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special) | {self.end}
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
@@ -198,12 +259,16 @@ def _sizes(text: str, offsets: Sequence[tuple[int, int]]) -> Sizes:
     with the second, what follows the last span with the last.
     """
     points = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    widths = 1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF)
-    place = np.concatenate([[0], np.cumsum(widths)])
+    place = np.concatenate([[0], np.cumsum(utf8_widths(points))])
     ends = place[np.array([end for _, end in offsets] or [0])]
     ends = np.maximum.accumulate(ends)
     ends[-1] = place[-1]
     return np.diff(ends, prepend=0)[: None if offsets or len(text) else 0]
+
+
+def utf8_widths(points: NDArray[np.uint32]) -> Sizes:
+    """Bytes of each character."""
+    return 1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF)
 
 
 def _end_names(folder: Path) -> Iterator[str]:

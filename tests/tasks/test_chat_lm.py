@@ -1,0 +1,145 @@
+"""Chat rows as a task: the loss of the replies, whatever rows share a sequence and whatever the ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from chats import CHATML, write_model, write_rows
+from muster.checks.parity import distance, short_recipe, training_curve
+from muster.data.loader import IGNORE
+from muster.errors import RecipeError
+from muster.recipe.load import load
+from muster.tasks import build_task
+from muster.tasks.causal_lm import CausalLM
+from muster.tasks.chat import ChatLM
+from tasks.test_causal_lm import call, fill
+from training import run_training
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model in `model`, rows in `rows`."""
+    folder = tmp_path_factory.mktemp("chat")
+    write_model(folder / "model")
+    for split, count in (("train", ROWS), ("validation", 7)):
+        write_rows(folder / "rows" / f"{split}.jsonl", count)
+    return folder
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [
+        f"model.pretrained={folder / 'model'}",
+        f"data.train={folder / 'rows'}",
+        "data.sequence_length=256",
+        *more,
+    ]
+
+
+def task_of(folder: Path, *more: str) -> ChatLM:
+    task = build_task(load("llama-micro", options(folder, *more)))
+    assert isinstance(task, ChatLM)
+    return task
+
+
+def test_a_checkpoint_of_chat_stays_one_without_its_data(folder):
+    task = task_of(folder)
+    recipe = load("llama-micro", ["data.train=/nowhere"])
+    again = build_task(recipe, json.loads(json.dumps(task.assets)))
+    assert isinstance(again, ChatLM)
+    assert again.template == task.template
+    plain = build_task(
+        load("llama-micro", options(folder, "data.format=text", "data.text_column=x"))
+    )
+    assert type(plain) is CausalLM
+    assert type(build_task(recipe, plain.assets)) is CausalLM
+
+
+@pytest.mark.parametrize("pack", ["true", "false"])
+def test_the_loss_is_that_of_transformers_on_each_row_alone(folder, pack):
+    """Its own model, its own template, one row at a time, labels where its mask has replies."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from data.test_chat import MARKED
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    total, count = 0.0, 0
+    for line in (folder / "rows" / "validation.jsonl").read_text().splitlines():
+        found = tokenizer.apply_chat_template(
+            json.loads(line)["messages"],
+            chat_template=MARKED,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+        )
+        ids, mask = torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]).bool()
+        labels = ids.where(mask, torch.tensor(IGNORE))
+        with torch.no_grad():
+            mean = theirs(ids[None], labels=labels[None]).loss
+        total, count = total + mean.item() * int(mask.sum()), count + int(mask.sum())
+    task = task_of(folder, f"data.pack_rows={pack}")
+    source = task.source("validation")
+    assert (len(source) < 7) == (pack == "true")
+    batch = task.collate([source.load(i) for i in range(len(source))], None)
+    assert batch.units == count == (batch["targets"] != IGNORE).sum()
+    assert batch.filled < batch.cells
+    model = fill(task, task.build_model())
+    with torch.no_grad():
+        loss = task.loss(call(task, model, batch), batch)
+        scores = task.summarise(task.score(call(task, model, batch), batch).counts)
+    assert loss.item() == pytest.approx(total, rel=1e-5)
+    assert scores["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert scores["tokens"] == count
+
+
+def train_on_rows(mesh, place: str, folder: str, *more: str):
+    """Every step sees all rows, packed or not, so that steps can be compared."""
+    size = len(task_of(Path(folder), *more).source("train"))
+    wanted = short_recipe([*options(Path(folder), *more), f"training.global_batch_size={size}"])
+    made = training_curve(load("llama-micro", wanted), mesh, Path(place))
+    return made if mesh.first else None
+
+
+def test_packed_rows_train_as_rows_alone_on_two_ranks(ranks, folder, tmp_path):
+    def run(world: int, name: str, *more: str):
+        return ranks(world)(train_on_rows, str(tmp_path / name), str(folder), *more)[0]
+
+    alone = run(1, "alone", "data.pack_rows=false")
+    packed = run(2, "packed", "distributed.strategy=fsdp")
+    found = distance(alone, packed)
+    assert found.small, found
+
+
+def test_the_shipped_recipe_trains_adapters_on_the_replies(ranks, folder, tmp_path):
+    pytest.importorskip("peft")
+    few = options(folder, "training.epochs=8", "training.global_batch_size=2", "training.lr=2e-2")
+    lines = ranks(1)(run_training, str(tmp_path), [*few, "evaluation.final=false"], "chat")[0]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert {name for name in lines[0] if "token" in name} == {"tokens_per_s"}
+
+
+def test_a_model_that_cannot_isolate_rows_says_which_key_to_change(folder, monkeypatch):
+    from muster.models.huggingface.transformers_config import TransformersConfig
+
+    monkeypatch.setattr("muster.models.huggingface.folder.FAMILIES", ())
+    assert isinstance(task_of(folder).config, TransformersConfig)
+    monkeypatch.setattr(TransformersConfig, "isolates_documents", lambda self: False)
+    with pytest.raises(RecipeError, match=r"data\.pack_rows: transformers' model of llama cannot"):
+        task_of(folder)
+    assert task_of(folder, "data.pack_rows=false")
+
+
+def test_chat_rows_without_a_template_say_what_to_do(tmp_path):
+    write_rows(tmp_path / "train.jsonl", 3)
+    words = [f"data.train={tmp_path}", "data.tokenizer.kind=bytes"]
+    with pytest.raises(RecipeError, match=r"data\.chat_template: .*`basic`"):
+        build_task(load("gpt-micro", words))
+    assert isinstance(build_task(load("gpt-micro", [*words, "data.chat_template=basic"])), ChatLM)
+    (tmp_path / "own.jinja").write_text(CHATML)
+    own = build_task(load("gpt-micro", [*words, f"data.chat_template={tmp_path / 'own.jinja'}"]))
+    assert own.template.source == CHATML
