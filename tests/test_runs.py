@@ -12,7 +12,9 @@ import psutil
 import pytest
 
 from muster import run_directory
+from muster.entrypoints.open_run import open_run
 from muster.errors import LaunchError, MusterError
+from muster.recipe.load import load
 from processes import lives, until
 
 
@@ -66,6 +68,30 @@ def test_a_place_where_no_run_can_be_made_names_the_key(tmp_path, where):
         root.touch()
     with pytest.raises(MusterError, match=rf"^logging\.dir: cannot make a run in {root} \("):
         run_directory.create(root, "speech", {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../../escape", "..", ".", "", "/tmp/escape", "a/b", "a\\b", "a/", ".hidden", "-v"),
+        *("a\n", "a\0b", "a b", "~", "a\u2215b", "a\uff0fb", "\u0430", "latest"),
+    ],
+)
+def test_a_name_that_leads_out_of_the_folder_of_runs_is_refused(tmp_path, name):
+    recipe = load("gpt-micro", [f"logging.dir={tmp_path / 'work' / 'runs'}"])
+    with pytest.raises(
+        MusterError, match=r"^--run: .* cannot be the name of a run; .*logging\.dir"
+    ):
+        open_run(recipe, 1, 1, None, name)
+    with pytest.raises(MusterError, match="--run"):
+        run_directory.create(tmp_path / "work" / "runs", "a", {}, exact=name)
+    assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_a_name_is_a_folder_of_runs(tmp_path):
+    assert (
+        run_directory.create(tmp_path, "a", {}, exact="Mine-1.2_b").path == tmp_path / "Mine-1.2_b"
+    )
 
 
 def test_a_run_is_found_by_folder_by_name_and_as_latest(root, monkeypatch):

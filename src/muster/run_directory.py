@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -37,6 +38,7 @@ ALIVE = ("queued", "starting", "running")
 ALIVE_FILE, ALIVE_EVERY_S = "alive", 5.0  # touched by the process that owns the run
 STALE_S = 60.0  # since the last touch: the owner is gone
 SIGNALLED = 143  # exit code of a run that saved and ended after a signal
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
@@ -179,10 +181,20 @@ class Run:
         return json.loads(path.read_text()) if path.is_file() else None
 
 
+def check_name(name: str) -> str:
+    """A name that is one folder below the folder of runs, and nowhere else."""
+    if not re.fullmatch(NAME, name, re.ASCII) or name == "latest":
+        raise MusterError(
+            f"--run: {name!r} cannot be the name of a run; take letters, digits, '.', '_' and '-', the "
+            "first a letter or a digit, and not `latest`; logging.dir=FOLDER says where runs are"
+        )
+    return name
+
+
 def create(root: Path, name: str, documents: dict[str, str], exact: str | None = None) -> Run:
     """A new folder `<name>-<time>`, or just `exact`, with `documents` in it; `latest` then points to
     it."""
-    path = root / exact if exact else None
+    path = None if exact is None else root / check_name(exact)
     try:
         root.mkdir(parents=True, exist_ok=True)
         if path:

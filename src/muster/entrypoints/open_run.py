@@ -69,6 +69,8 @@ def open_run(
             "its first start; leave that out, or start a new run: muster train RECIPE"
         )
     root = Path(recipe.logging.dir)
+    if name is not None:
+        run_directory.check_name(name)
     if existing is None and name and (root / name / "run.json").is_file():
         _await_end(run_directory.Run(root / name))
         existing = existing_run(str(root / name))
