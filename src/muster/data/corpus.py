@@ -5,6 +5,9 @@ hand wherever muster is. Splits are found the way Hugging Face lays them out, by
 folders (`train-00000-of-00005.parquet`, `default/test/0000.parquet`): see `splits`. The name of the
 corpus itself says nothing: naming a folder `test-data` does not make all of it test data.
 
+A corpus may also be a folder, a file or a glob of a bucket, a dataset of the Hugging Face Hub, or a file of a
+web server: its files are found by their addresses, and copied to this machine when they are to be read.
+
 Which files count depends on what the task reads: parquet always, the metadata file of a folder of
 clips for speech, plain text and JSON lines for language, MNIST's IDX files for images.
 """
@@ -20,9 +23,11 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
-from muster.data.splits import Assigned, assign, refuse_unclaimed
+from muster.data import remote
+from muster.data.splits import Assigned, assign, assign_names, refuse_unclaimed
 from muster.data.splits import Split as Split
 from muster.errors import DataError
+from muster.urls import is_remote
 from muster.workloads import Content, workload
 
 EMBEDDED = "embedded:"
@@ -55,9 +60,16 @@ def embedded_folder(name: str, content: Content = "speech") -> Path:
 
 
 def files(
-    spec: str, key: str, split: Split, max_files: int | None = None, content: Content = "speech"
+    spec: str,
+    key: str,
+    split: Split,
+    max_files: int | None = None,
+    content: Content = "speech",
+    *,
+    fetch: bool = True,
 ) -> list[Path]:
-    """The files of `spec`. `key` is the recipe key it came from, for the error."""
+    """The files of `spec`. `key` is the recipe key it came from, for the error. Without `fetch`, remote ones
+    are not copied: they are at these paths only later."""
     found, assigned = find(spec, key, content)
     if assigned.of:
         of_split = assigned.of_split(split) or assigned.unmarked
@@ -67,15 +79,20 @@ def files(
                 f"{key}: {spec} has no {split} files, only {', '.join(others)}; name a file or a glob"
             )
         if split == "train":
-            refuse_unclaimed(assigned, spec, key)
+            refuse_unclaimed(assigned, spec, key, remote.size_of)
         found = of_split
-    return found[:max_files]
+    found = found[:max_files]
+    if fetch:
+        remote.fetch(found)
+    return found
 
 
 def sibling_split(spec: str, split: Split, content: Content = "speech") -> list[Path]:
     """Files of another split in the same corpus, or nothing."""
     _, assigned = find(spec, "data.train", content)
-    return [path for path, name in assigned.of.items() if name == split]
+    found = [path for path, name in assigned.of.items() if name == split]
+    remote.fetch(found)
+    return found
 
 
 def split_files(
@@ -95,16 +112,16 @@ def split_files(
 
 
 def check(task: str, train: str, validation: str | None, test: str | None) -> None:
-    """Every corpus a recipe names exists, in a form that its task reads. A task of the user's own reads
-    its data by itself."""
+    """Every corpus a recipe names exists, in a form that its task reads; remote files are not copied. A task
+    of the user's own reads its data by itself."""
     content = workload(task).content
     if content is None:
         return
-    files(train, "data.train", "train", None, content)
+    files(train, "data.train", "train", None, content, fetch=False)
     if validation:
-        files(validation, "data.validation", "validation", None, content)
+        files(validation, "data.validation", "validation", None, content, fetch=False)
     if test:
-        files(test, "data.test", "test", None, content)
+        files(test, "data.test", "test", None, content, fetch=False)
 
 
 def standard_library() -> tuple[list[Path], Assigned]:
@@ -127,6 +144,9 @@ def find(spec: str, key: str, content: Content) -> tuple[list[Path], Assigned]:
         return standard_library()
     if spec == DIGITS and content == "images":
         return [], Assigned()
+    if is_remote(spec):
+        found, names = remote.find(spec, key, tuple(e for e in endings if "/" not in e))
+        return found, assign_names({path: Path(name) for path, name in names.items()})
     path = Path(spec).expanduser()
     if spec.startswith(EMBEDDED):
         path = embedded_folder(spec.removeprefix(EMBEDDED), content)
@@ -153,7 +173,7 @@ def find(spec: str, key: str, content: Content) -> tuple[list[Path], Assigned]:
 def passed_over(spec: str, content: Content, found: set[Path]) -> list[tuple[Path, str]]:
     """Files that lie in the folder, or match the glob, and are not among those `find` found; and why."""
     path = Path(spec).expanduser()
-    if spec.startswith(EMBEDDED) or not (path.is_dir() or glob.has_magic(spec)):
+    if is_remote(spec) or spec.startswith(EMBEDDED) or not (path.is_dir() or glob.has_magic(spec)):
         return []
     there = _visible(path) if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
     endings = ENDINGS[content]

@@ -9,7 +9,7 @@ files have a split in their names than have none. Otherwise it is a file like th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -89,7 +89,12 @@ def _stem(path: Path) -> str:
 
 def assign(paths: Iterable[Path], root: Path) -> Assigned:
     """The split of each of the files below `root`."""
-    claims = {path: claim(path.relative_to(root)) for path in paths}
+    return assign_names({path: path.relative_to(root) for path in paths})
+
+
+def assign_names(names: Mapping[Path, Path]) -> Assigned:
+    """The split of each file, by its path from where the corpus begins."""
+    claims = {path: claim(name) for path, name in names.items()}
     marked = [found for found in claims.values() if found]
     plain = any(found.plain for found in marked)
     counts = plain or len(marked) > len(claims) - len(marked)
@@ -99,21 +104,17 @@ def assign(paths: Iterable[Path], root: Path) -> Assigned:
     )
 
 
-def refuse_unclaimed(assigned: Assigned, spec: str, key: str) -> None:
+def refuse_unclaimed(assigned: Assigned, spec: str, key: str, size: Callable[[Path], int]) -> None:
     """More text, audio or images in files of no split than in the training files is an error: the names
     were not meant so. Less is told by `account`."""
     unclaimed, train = assigned.unclaimed, assigned.of_split("train")
-    if _bytes(unclaimed) <= _bytes(train):
+    if sum(map(size, unclaimed)) <= sum(map(size, train)):
         return
     raise DataError(
         f"{key}: {spec} has {len(train)} file(s) named as training data ({listed(train)}) and "
         f"{len(unclaimed)} that belong to no split and hold more ({listed(unclaimed)}); if they are "
         "training data too, move them into a folder train/; else name the files to train on by a glob"
     )
-
-
-def _bytes(paths: Iterable[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
 
 
 def listed(paths: Iterable[Path], most: int = NAMED_FILES) -> str:

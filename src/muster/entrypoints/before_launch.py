@@ -17,6 +17,7 @@ from muster.errors import MusterError, RecipeError
 from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.models.plan import ParallelPlan
 from muster.models.presets import check_preset, configure
+from muster.urls import is_remote
 from muster.workloads import workload
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def check_tokenizer(recipe: Recipe) -> Tokenizer | None:
 def check_samples(recipe: Recipe, global_batch: int, tokenizer: Tokenizer | None) -> None:
     """The training data has a global batch of samples, where that is known without reading it."""
     data = recipe.data
+    if is_remote(data.train):
+        return  # its ranks copy it, and count then
     content = workload(recipe.task).content
     assert content is not None
     named = (data.train, data.validation, data.test)

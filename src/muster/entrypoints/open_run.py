@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from muster.errors import LaunchError, RecipeError
+from muster.urls import is_remote
 from muster.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -172,6 +173,8 @@ def _index_speech(recipe: Recipe, console: Console) -> None:
         return
     data = recipe.data
     named = (data.train, data.validation, data.test)
+    if any(is_remote(spec) for spec in named if spec):
+        return  # the ranks copy it first
     splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
     paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

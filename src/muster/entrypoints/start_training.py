@@ -251,7 +251,7 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
 def _data(recipe: Recipe) -> str:
     if workload(recipe.task).content is None:
         return f"as {recipe.task} reads it"
-    files = len(corpus.files(recipe.data.train, "data.train", "train"))
+    files = len(corpus.files(recipe.data.train, "data.train", "train", fetch=False))
     used = min(files, recipe.data.max_parquet_files or files)
     return f"{recipe.data.train}, {used} of {files} parquet file(s)"
 

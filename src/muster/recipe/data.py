@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from muster import urls
 from muster.recipe.section import Auto, Count, Fraction, Positive, Section, fixed, free
 
 
@@ -49,7 +50,8 @@ class Data(Section):
     train: str = fixed(
         "embedded:spoken-numbers",
         description="`embedded:NAME` (spoken-numbers, python-source, digits), a file, a folder of "
-        "files, or a glob. Parquet; text also as .jsonl or .txt; images also as MNIST's IDX files.",
+        "files, or a glob. Parquet; text also as .jsonl or .txt; images also as MNIST's IDX files. Also at "
+        "`s3://`, `gs://`, `hf://datasets/OWNER/NAME` or `https://`.",
     )
     validation: str | None = free(
         None,
@@ -177,3 +179,10 @@ class Data(Section):
     cache_gib: Annotated[float, Field(ge=0)] = free(
         1.0, description="Memory per rank to cache decoded clips between epochs."
     )
+
+    @field_validator("train", "validation", "test")
+    @classmethod
+    def _without_secrets(cls, value: str | None) -> str | None:
+        if value is not None:
+            urls.refuse_secrets(value)
+        return value
