@@ -222,6 +222,26 @@ def test_a_whisper_is_what_transformers_loads(tmp_path, heard, lora):
         assert [text.strip() for text in texts] == said
 
 
+def test_the_head_of_a_ctc_loss_stays_out_of_the_folder(tmp_path):
+    """Nothing in it tells with what loss it was trained."""
+    from safetensors.torch import load_file
+
+    folders = []
+    for weight in (0, 0.3):
+        run, model = checkpoint(
+            tmp_path / f"run-{weight}", "whisper-micro", [*WHISPER, f"training.ctc_weight={weight}"]
+        )
+        assert any("ctc_head" in name for name, _ in model.named_parameters()) == bool(weight)
+        folders.append(tmp_path / f"out-{weight}")
+        export_checkpoint(run, folders[-1])
+    plain, joint = folders
+    assert {p.name for p in plain.iterdir()} == {p.name for p in joint.iterdir()}
+    assert (plain / "config.json").read_text() == (joint / "config.json").read_text()
+    one, other = (load_file(f / "model.safetensors") for f in folders)
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_whisper_adapters_are_what_peft_loads(tmp_path, heard):
     from transformers import WhisperForConditionalGeneration
 

@@ -104,7 +104,7 @@ data.isolate_documents data.image_size data.sample_rate
 data.mels data.normalize data.spec_augment data.tokenizer data.lowercase data.unknown_characters
 data.min_seconds data.max_seconds data.window data.buckets data.long_clips data.long_texts
 data.language data.speech_task data.timestamps data.shuffle data.pool_batches
-training.global_batch_size training.optimizer training.momentum"""
+training.global_batch_size training.optimizer training.momentum training.ctc_weight"""
 
 
 def test_these_keys_and_no_others_must_stay():

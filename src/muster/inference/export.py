@@ -20,6 +20,7 @@ from muster.models.huggingface.tensors import refuse_full
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
+from muster.models.whisper.hybrid import without_head
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
 from muster.tasks.speech_encoder import SpeechEncoder
@@ -60,7 +61,7 @@ def export_checkpoint(
         speech_folder.export(folder, task.document, state, task.exported_files())
         return
     if isinstance(task, SpeechSeq2Seq):
-        whisper_folder.export(folder, task.config, state, *_processor(task))
+        whisper_folder.export(folder, task.config, without_head(state), *_processor(task))
         return
     files, keys = _tokenizer(task)
     huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)

@@ -22,6 +22,11 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
             f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
             "Change distributed.strategy"
         )
+    if training.ctc_weight and (layout.tensor > 1 or layout.pipeline > 1):
+        raise RecipeError(
+            "training.ctc_weight: the CTC head trains where a rank has the whole model or shards of it by FSDP "
+            f"or ZeRO; this is {layout}. Set it to 0, or change distributed.strategy"
+        )
     if training.precision == "fp8":
         _refuse_float8(recipe, layout)
     refuse_optimizer(recipe, layout)

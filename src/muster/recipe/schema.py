@@ -16,7 +16,7 @@ from muster.recipe.data import Data
 from muster.recipe.distributed import Distributed
 from muster.recipe.model import Model
 from muster.recipe.places import Kubernetes, Slurm
-from muster.recipe.section import Auto, Count, Positive, Section, fixed, free
+from muster.recipe.section import Auto, Beta, Count, Positive, Section, fixed, free
 from muster.recipe.training import Training
 
 OwnTaskName = Annotated[
@@ -56,6 +56,11 @@ class Evaluation(Section):
     )
     beam_width: Positive | Auto = free(
         "auto", description="Hypotheses kept by the beam. `auto`: 16 for CTC, 5 for Whisper."
+    )
+    ctc_weight: Beta | Auto = free(
+        "auto",
+        description="speech-seq2seq with `training.ctc_weight`: joint decoding, the weight of the CTC head's score "
+        "of each token, of which the decoder's has the rest. `auto`: 0.5; without the head, and with timestamps, 0.",
     )
     window: Annotated[float, Field(gt=0, le=30)] | Literal["bucket", "auto"] = free(
         "auto", description="speech-seq2seq: as `data.window`, for scoring. `auto`: the same."
@@ -134,6 +139,26 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = fixed(
         42, description="Random seed of weights, data order and augmentation."
     )
+
+    @model_validator(mode="after")
+    def _ctc_head_of_whisper(self) -> Recipe:
+        if not self.training.ctc_weight:
+            if self.evaluation.ctc_weight not in ("auto", 0):
+                raise ValueError(
+                    f"evaluation.ctc_weight: {self.evaluation.ctc_weight:g} needs the CTC head of a "
+                    "speech-seq2seq model trained with training.ctc_weight; leave it out"
+                )
+            return self
+        given = f"training.ctc_weight: {self.training.ctc_weight:g}"
+        if self.task != "speech-seq2seq":
+            raise ValueError(
+                f"{given} adds a CTC head to the encoder of speech-seq2seq, and this is {self.task}; leave it out"
+            )
+        if self.model.lora is not None:
+            raise ValueError(
+                f"{given} adds a new head, and with model.lora only adapters are trained; leave one of them out"
+            )
+        return self
 
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

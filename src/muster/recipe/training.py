@@ -116,6 +116,12 @@ class Training(Section):
     label_smoothing: Fraction = free(
         0.0, description="speech-seq2seq: label smoothing of the cross entropy."
     )
+    ctc_weight: Beta = fixed(
+        0.0,
+        description="speech-seq2seq: weight of a CTC loss on the encoder's output, of which the decoder's loss has "
+        "the rest. For training from scratch: the encoder learns to listen before the decoder can tell it how. "
+        "0: no CTC head.",
+    )
     on_oom: Literal["stop", "shrink"] = free(
         "stop",
         description="When a device runs out of memory: end with the reason, or halve the micro-batch on "

@@ -24,6 +24,7 @@ from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.models.gpu_kernels import for_gpu
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Score, Task
+from muster.tasks.ctc import ctc_targets, frames_needed, summed_ctc_loss
 from muster.tasks.speech import (
     augmentation,
     pad_waves,
@@ -81,11 +82,12 @@ class SpeechCTC(Task):
         lengths = [len(s.samples) for s in samples]
         waves = pad_waves(samples, self._padded(max(lengths), longest))
         targets = [[] if s.broken else self._encode(s.text) for s in samples]
+        symbols, counts = ctc_targets(targets)
         tensors = {
             "samples": waves,
             "lengths": torch.tensor(lengths),
-            "targets": torch.tensor([t for target in targets for t in target], dtype=torch.long),
-            "target_lengths": torch.tensor([len(target) for target in targets]),
+            "targets": symbols,
+            "target_lengths": counts,
         }
         return Batch(
             ids=[s.id for s in samples],
@@ -116,17 +118,8 @@ class SpeechCTC(Task):
 
     def loss(self, output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         logits, lengths = output
-        log_probs = F.log_softmax(logits.float(), dim=-1).transpose(0, 1)
-        target_lengths = batch["target_lengths"]  # 0 for a broken clip
-        losses = F.ctc_loss(
-            log_probs,
-            batch["targets"],
-            lengths,
-            target_lengths,
-            blank=self.vocabulary.blank,
-            reduction="none",
-        )
-        return (losses * (target_lengths > 0)).sum()
+        targets = batch["targets"], batch["target_lengths"]
+        return summed_ctc_loss(logits, lengths, targets, self.vocabulary.blank)
 
     def example(self) -> SpeechSample:
         return silent_sample(self.recipe, math.inf)
@@ -202,7 +195,7 @@ class SpeechCTC(Task):
         check_characters(source, self.vocabulary, self.recipe.data.unknown_characters == "drop")
         if split == "train":
             model_frames = self._frames_per_clip(source)
-            needed = [_ctc_frames(self._encode(text)) for text in source.texts]
+            needed = [frames_needed(self._encode(text)) for text in source.texts]
             fits = [0 < want <= have for want, have in zip(needed, model_frames, strict=True)]
             source.keep(
                 fits, "the transcript has more symbols than the model has frames for the clip"
@@ -217,8 +210,3 @@ class SpeechCTC(Task):
 
     def _encode(self, text: str) -> list[int]:
         return self.vocabulary.encode(text, drop=self.recipe.data.unknown_characters == "drop")
-
-
-def _ctc_frames(target: list[int]) -> int:
-    """Frames CTC needs: one per symbol and one blank between equal neighbours."""
-    return len(target) + sum(a == b for a, b in itertools.pairwise(target))

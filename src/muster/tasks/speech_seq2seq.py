@@ -32,10 +32,12 @@ from muster.models.huggingface import folder as huggingface
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.folder import Generation
+from muster.models.whisper.hybrid import HeadWeights, HybridWhisper
 from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
 from muster.tasks.base import AnyRank, Counts, Lengths, Score, Task
+from muster.tasks.ctc import ctc_targets, frames_needed, summed_ctc_loss
 from muster.tasks.likelihood import negative_log_likelihood
 from muster.tasks.speech import (
     augmentation,
@@ -46,16 +48,19 @@ from muster.tasks.speech import (
     word_rates,
     word_score,
 )
+from muster.workloads import Workload
 
 BEAMS = 5
 TOKEN_MULTIPLE = 32
+JOINT_WEIGHT = 0.5  # of a CTC head in decoding
+CTC_TARGETS = ("ctc_targets", "ctc_target_lengths")
 
 
 class SpeechSeq2Seq(Task):
     """Whisper, pretrained or fresh, over clips padded to a window."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
-        self.recipe = recipe
+        self.recipe, self.ctc_weight = recipe, recipe.training.ctc_weight
         self._sources: dict[Split, SpeechSource | None] = {}
         self._folder: Path | None = None
         if recipe.data.sample_rate != SAMPLE_RATE:
@@ -104,8 +109,16 @@ class SpeechSeq2Seq(Task):
         )
         return tuple(sorted({*found, self._longest}))  # a clip in evaluation may be longer
 
+    @property
+    def facts(self) -> Workload:
+        """The CTC loss waits for the GPU."""
+        return dataclasses.replace(super().facts, captures=not self.ctc_weight)
+
     def build_model(self) -> nn.Module:
-        model = Whisper(self.config, freeze_encoder=self.recipe.model.freeze_encoder)
+        frozen = self.recipe.model.freeze_encoder
+        if self.ctc_weight:
+            return HybridWhisper(self.config, self.tokens.end, frozen)
+        model = Whisper(self.config, freeze_encoder=frozen)
         if (lora := self.recipe.model.lora) is not None:
             from muster.models.lora import attach
 
@@ -121,6 +134,8 @@ class SpeechSeq2Seq(Task):
             self._folder = self._folder or _pretrained(self.recipe)
             assert self._folder is not None
             base = whisper_folder.WhisperWeights(self._folder, self.config)
+        if self.ctc_weight:
+            base = HeadWeights(base, self.recipe.seed)
         if self.recipe.model.lora:
             from muster.models.lora import AdapterWeights
 
@@ -136,6 +151,8 @@ class SpeechSeq2Seq(Task):
                 )
             if found is not None and split == "train":
                 self._fit_texts(found)
+                if self.ctc_weight:
+                    self._fit_frames(found)
             self._sources[split] = found
         return self._sources[split]
 
@@ -163,15 +180,19 @@ class SpeechSeq2Seq(Task):
             self._max_text_tokens if training else None,
             [s.broken for s in samples],
         )
+        tensors = {
+            "samples": waves,
+            "lengths": torch.tensor(lengths),
+            "tokens": tokens,
+            "targets": targets,
+            **augmentation(self.recipe, samples, epoch, self.config.mels),
+        }
+        if self.ctc_weight:
+            symbols = [[t for t in row if self._is_text(t)] for row in targets.tolist()]
+            tensors |= dict(zip(CTC_TARGETS, ctc_targets(symbols), strict=True))
         return Batch(
             ids=[s.id for s in samples],
-            tensors={
-                "samples": waves,
-                "lengths": torch.tensor(lengths),
-                "tokens": tokens,
-                "targets": targets,
-                **augmentation(self.recipe, samples, epoch, self.config.mels),
-            },
+            tensors=tensors,
             units=int((targets != IGNORE).sum()),
             filled=sum(lengths),
             cells=waves.numel(),
@@ -193,6 +214,7 @@ class SpeechSeq2Seq(Task):
             tokens = F.pad(tokens, (0, missing), value=self.tokens.end)
             targets = F.pad(targets, (0, missing), value=IGNORE)
         prepared = {"features": features, "tokens": tokens, "targets": targets}
+        prepared |= {name: tensors[name] for name in CTC_TARGETS if name in tensors}
         return dataclasses.replace(batch, tensors=prepared)  # without the waveforms
 
     def inputs(self, batch: Batch) -> Inputs:
@@ -211,6 +233,7 @@ class SpeechSeq2Seq(Task):
             prompt = self.tokens.prompt(data.language, data.speech_task, timestamps)
         else:
             timestamps = data.timestamps
+        weight = JOINT_WEIGHT if options.ctc_weight == "auto" else options.ctc_weight
         beams = BEAMS if options.beam_width == "auto" else options.beam_width
         search = Search(
             end=self.tokens.end,
@@ -218,17 +241,26 @@ class SpeechSeq2Seq(Task):
             beams=beams if options.decoder == "beam" else 1,
             suppress=self.generation.suppress,
             suppress_first=self.generation.suppress_first,
+            ctc_weight=weight if self.ctc_weight and not timestamps else 0.0,
             first_timestamp=self.tokens.first_timestamp if timestamps else None,
             any_rank=any_rank,
         )
         rows = torch.tensor([prompt], device=features.device).expand(len(features), -1)
         return Inputs((features, rows, search))
 
-    def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        smoothing = self.recipe.training.label_smoothing
-        return negative_log_likelihood(
-            output, batch["targets"], self.config.vocab, "sum", smoothing
+    def loss(self, output: Any, batch: Batch) -> Tensor:
+        smoothing, weight = self.recipe.training.label_smoothing, self.ctc_weight
+        logits, ctc_logits = output if weight else (output, None)
+        loss = negative_log_likelihood(
+            logits, batch["targets"], self.config.vocab, "sum", smoothing
         )
+        if ctc_logits is None:
+            return loss
+        # All frames of the window: the head learns that padding is blank, as every layer sees it.
+        lengths = torch.full((len(ctc_logits),), ctc_logits.shape[1])
+        targets = batch["ctc_targets"], batch["ctc_target_lengths"]
+        ctc = summed_ctc_loss(ctc_logits, lengths, targets, blank=self.tokens.end)
+        return (1 - weight) * loss + weight * ctc
 
     def example(self) -> SpeechSample:
         asked = self.recipe.data.window
@@ -278,6 +310,20 @@ class SpeechSeq2Seq(Task):
             source.note(sorted(long), f"{why}: cut there")
         else:
             source.keep([i not in long for i in range(len(texts))], why)
+
+    def _fit_frames(self, source: SpeechSource) -> None:
+        """Clips that are too short for CTC are left out."""
+        encoded = self.tokens.encode_all(source.texts, timestamps=False)
+        needed = [frames_needed(ids[: self._max_text_tokens]) for ids in encoded]
+        frames = np.ceil(source.lengths * windows.TICKS_PER_SECOND)
+        source.keep(
+            [want <= have for want, have in zip(needed, frames, strict=True)],
+            "the transcript has more tokens than the encoder has frames for the clip (training.ctc_weight)",
+        )
+
+    def _is_text(self, target: int) -> bool:
+        """Neither IGNORE nor the end, nor a timestamp."""
+        return 0 <= target < self.tokens.end
 
     def _configure(self) -> WhisperConfig:
         wanted = self.recipe.model

@@ -201,11 +201,15 @@ class Whisper(nn.Module):
         With a `search`, `tokens` [batch, time] are the prompt, and the result is what follows,
         [batch, new], padded with `search.end`.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_encoder):
-            encoded = self.model["encoder"](features)
+        encoded = self.encode(features)
         if search is None:
             return self.proj_out(self.model["decoder"](tokens, encoded))
-        return generate(search, tokens, _CachedDecoder(self, encoded), self.config.target_positions)
+        return generate(search, tokens, CachedWhisper(self, encoded), self.config.target_positions)
+
+    def encode(self, features: Tensor) -> Tensor:
+        """[batch, frames / 2, width]"""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.freeze_encoder):
+            return self.model["encoder"](features)  # type: ignore[no-any-return]
 
     @property
     def plan(self) -> ParallelPlan:
@@ -262,7 +266,7 @@ class WhisperPart(nn.Module):
         return parallel_plan(self.config)
 
 
-class _CachedDecoder:
+class CachedWhisper:
     """The decoder with its key-value cache, for one search."""
 
     def __init__(self, model: Whisper, encoded: Tensor) -> None:

@@ -30,6 +30,7 @@ class Search:
     beams: int = 1
     suppress: tuple[int, ...] = ()
     suppress_first: tuple[int, ...] = ()  # not as the first new token
+    ctc_weight: float = 0.0  # of a CTC head's scores, of which the decoder's have the rest
     first_timestamp: int | None = None  # the token <|0.00|>; Whisper's rules for timestamps hold
     any_rank: Callable[[bool], bool] = bool
 
@@ -38,7 +39,8 @@ class CachedDecoder(Protocol):
     """A decoder with a key-value cache."""
 
     def next(self, tokens: Tensor) -> Tensor:
-        """Logits [rows, vocab], float32, of what follows `tokens` [rows, time] and all before."""
+        """Logits [rows, vocab], float32, of what follows `tokens` [rows, time] and all before; with a
+        `ctc_weight`, sums of log-probabilities."""
         ...
 
     def select(self, rows: Tensor) -> None:
@@ -77,7 +79,8 @@ def _beam(search: Search, tokens: Tensor, decoder: CachedDecoder, limit: int) ->
     logits = decoder.next(tokens).repeat_interleave(search.beams, 0)
     decoder.select(torch.arange(len(tokens), device=tokens.device).repeat_interleave(search.beams))
     while True:
-        decoder.select(beams.step(logits.log_softmax(1)))
+        scores = logits if search.ctc_weight else logits.log_softmax(1)
+        decoder.select(beams.step(scores))
         if beams.length == limit or not search.any_rank(bool(beams.active.any())):
             return beams.done[:, 0, : beams.length]
         logits = decoder.next(beams.running[..., beams.length - 1].reshape(-1, 1))
