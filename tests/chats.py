@@ -61,7 +61,7 @@ def write_model(folder: Path, template: str | None = CHATML, **sizes: int) -> Pa
     from transformers import LlamaConfig, LlamaForCausalLM
 
     small = {
-        "vocab_size": 280,
+        "vocab_size": byte_level(SPECIAL).get_vocab_size(),
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 2,

@@ -172,7 +172,12 @@ def run(tmp_path, monkeypatch) -> Path:
     (tmp_path / "text" / "train.txt").write_text("to be or not to be " * 20)
     (tmp_path / "text" / "validation.txt").write_text("that is the question")
     model = trained("gpt2-micro", f"data.train={tmp_path}/text", "data.sequence_length=16")
-    folder = tmp_path / "runs" / "small-1"
+    return save(model, tmp_path)
+
+
+def save(model: Trained, root: Path) -> Path:
+    """The run `small-1`, the latest one in runs/ of `root`, with this model as its checkpoint."""
+    folder = root / "runs" / "small-1"
     saved = folder / "checkpoints" / "step-5"
     saved.mkdir(parents=True)
     with warnings.catch_warnings():  # torch remarks that one process saves alone
@@ -184,7 +189,7 @@ def run(tmp_path, monkeypatch) -> Path:
     manifest = {"format": FORMAT, "files": files, "trainer": {"step": 5}}
     (saved / MANIFEST).write_text(json.dumps(manifest))
     (folder / "run.json").write_text("{}")
-    (tmp_path / "runs" / "latest").symlink_to("small-1")
+    (root / "runs" / "latest").symlink_to("small-1")
     return folder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,13 @@ class Loaded:
                 seed=seed,
             )
         )
+
+    def answer(self, messages: str | Sequence[dict[str, Any]], **options: Any) -> str:
+        """A language model's reply to a question, or to a conversation of `role` and `content`, by its chat
+        template. `options` are those of `stream`."""
+        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        trained = self._of_a_run("answering", "causal-lm")
+        return "".join(generation.answer(trained, asked, **options))
 
     def transcribe(self, file: str | Path) -> Transcript:
         """A speech model's transcript of an audio file of any length: `.text`, and `.segments` with their

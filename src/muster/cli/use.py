@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -182,7 +184,19 @@ def transcribe(
 
 def generate(
     checkpoint: CheckpointArgument,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="Text to continue; with --chat, a question."),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Answer by the model's chat template; without PROMPT, a conversation."
+        ),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="With --chat: the system message.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help="The most tokens per sample.")] = 200,
     temperature: Annotated[
         float, typer.Option(help="Below 1 plays safe, 0 always takes the likeliest token.")
@@ -195,25 +209,69 @@ def generate(
     samples: Annotated[int, typer.Option(help="Continuations to write.")] = 1,
     dir: DirOption = Path("runs"),
 ) -> None:
-    """Continue a text with a language model, shown as it is written."""
+    """Continue a text with a language model, or answer, shown as it is written."""
+    if prompt is None and not chat:
+        raise MusterError("name a PROMPT to continue, or talk with the model: --chat")
+    if system is not None and not chat:
+        raise MusterError("--system needs --chat")
+    if chat and prompt is None and samples != 1:
+        raise MusterError(
+            "--samples needs a PROMPT; a conversation has one answer to each question"
+        )
     path = checkpoint_path(checkpoint, dir)
     from muster.inference import generate as generation
     from muster.inference.load import load_trained
 
-    streams = generation.generate(
-        load_trained(path),
-        prompt,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        samples=samples,
-    )
+    trained = load_trained(path)
+    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    options |= {"top_k": top_k, "top_p": top_p, "seed": seed}
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    if chat and prompt is None:
+        _converse(trained, messages, options)
+        return
+    streams: Iterator[Iterator[str]]
+    if chat:
+        messages.append({"role": "user", "content": str(prompt)})
+        streams = (
+            generation.answer(trained, messages, **options, sample=i) for i in range(samples)
+        )
+        prompt = None
+    else:
+        streams = generation.generate(trained, str(prompt), samples=samples, **options)
     for number, stream in enumerate(streams, 1):
         if samples > 1:
             print(f"--- {number} of {samples}")
-        print(prompt, end="", flush=True)
+        print(prompt or "", end="", flush=True)
         for piece in stream:
             print(piece, end="", flush=True)
         print()
+
+
+def _converse(trained: Any, messages: list[dict[str, str]], options: dict[str, Any]) -> None:
+    """Questions from standard input, a line each, and answers, until it ends. `/new` forgets them."""
+    from muster.inference import generate as generation
+
+    generation.template_of(trained)  # refuses a model without one before the first question
+    asking, system = sys.stdin.isatty(), list(messages)
+    if asking:
+        print("A line is a question; /new starts a new conversation, Ctrl-D ends.", file=sys.stderr)
+    for turn in itertools.count():
+        try:
+            line = input("> " if asking else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == "/new":
+            messages = list(system)
+        if line in ("", "/new"):
+            continue
+        question = {"role": "user", "content": line}
+        said = []
+        try:
+            for piece in generation.answer(trained, [*messages, question], **options, sample=turn):
+                print(piece, end="", flush=True)
+                said.append(piece)
+        except KeyboardInterrupt:  # enough of this answer
+            pass
+        print()
+        messages = [*messages, question, {"role": "assistant", "content": "".join(said)}]

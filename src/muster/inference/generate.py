@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,11 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from muster.data.batches import keyed_generator
+from muster.data.text.chat import reply_ends
+from muster.data.text.chat_template import ChatTemplate, find_template
+from muster.data.text.conversations import Message
 from muster.data.text.tokenizers import pieces
-from muster.errors import MusterError
+from muster.errors import MusterError, RecipeError
 from muster.inference.load import Trained
 from muster.models.decoder import Cache
+from muster.models.huggingface.locate import locate
 from muster.tasks.causal_lm import CausalLM
+from muster.tasks.chat import ChatLM
 
 log = logging.getLogger(__name__)
 
@@ -69,30 +75,101 @@ def generate(
     Each ends with the document, after `max_tokens`, or where the model's positions end. Random
     numbers follow (seed, sample), so a stream is the same however many are asked for.
     """
-    _require("--max-tokens", max_tokens, max_tokens > 0, "1 or more")
-    _require("--seed", seed, seed >= 0, "0 or more")
     _require("--samples", samples, samples > 0, "1 or more")
-    sampling = Sampling(temperature, top_k, top_p)
-    task = trained.task
-    if not isinstance(task, CausalLM):
-        raise MusterError(
-            f"{trained.saved.path} is of task {trained.task.recipe.task}; generating needs causal-lm"
-        )
+    task = language_model(trained)
     before = [task.tokenizer.end, *task.tokenizer.encode(prompt)]
     if len(before) > task.config.positions:
         raise MusterError(
             f"the prompt has {len(before) - 1} tokens, and the model's {task.config.positions} "
             f"positions take {task.config.positions - 1} at most; shorten it"
         )
+    ends = frozenset([task.tokenizer.end])
+    sampling = Sampling(temperature, top_k, top_p)
+    return _streams(trained, task, before, 1, ends, sampling, max_tokens, seed, range(samples))
+
+
+def answer(
+    trained: Trained,
+    messages: Sequence[Message],
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    sample: int = 0,
+) -> Iterator[str]:
+    """The assistant's reply to a conversation, in pieces, by the chat template that the model has.
+
+    It ends with the end of a turn or of text, after `max_tokens`, or where the model's positions end.
+    """
+    task, now = language_model(trained), datetime.datetime.now()
+    template = template_of(trained)
+    try:
+        text = template.render(messages, prompt=True, now=now)
+    except ValueError as error:
+        raise MusterError(f"the conversation cannot be asked: {error}") from None
+    before: list[int] = task.tokenizer.encode_marked(text)[0].tolist()
+    if len(before) > task.config.positions:
+        raise MusterError(
+            f"the conversation has {len(before)} tokens, more than the model's {task.config.positions} "
+            "positions; start a new one"
+        )
+    ends, sampling = reply_ends(task.tokenizer, template), Sampling(temperature, top_k, top_p)
+    streams = _streams(trained, task, before, 0, ends, sampling, max_tokens, seed, [sample])
+    return next(streams)
+
+
+def language_model(trained: Trained) -> CausalLM:
+    task = trained.task
+    if not isinstance(task, CausalLM):
+        raise MusterError(
+            f"{trained.saved.path} is of task {trained.task.recipe.task}; generating needs causal-lm"
+        )
+    return task
+
+
+def template_of(trained: Trained) -> ChatTemplate:
+    """The one that the model was trained with; of a model trained on text, that of its tokenizer."""
+    task, data = language_model(trained), trained.task.recipe.data
+    if isinstance(task, ChatLM):
+        return task.template
+    try:
+        pretrained = task.recipe.model.pretrained
+        folder = locate(pretrained, fetch=False) if pretrained else None
+        found = task.tokenizer.folder(data.tokenizer.path, folder)
+        return find_template(data.chat_template, found, task.tokenizer.end_text)
+    except RecipeError as error:
+        raise MusterError(
+            f"{trained.saved.path} was trained on text, not on chat rows, and {error}"
+        ) from None
+
+
+def _streams(
+    trained: Trained,
+    task: CausalLM,
+    before: list[int],
+    unseen: int,
+    ends: frozenset[int],
+    sampling: Sampling,
+    max_tokens: int,
+    seed: int,
+    samples: Sequence[int],
+) -> Iterator[Iterator[str]]:
+    """Text after the tokens `before`, of which the first `unseen` are no text, until one of `ends`."""
+    _require("--max-tokens", max_tokens, max_tokens > 0, "1 or more")
+    _require("--seed", seed, seed >= 0, "0 or more")
     cache = Cache()
     logits = _next_logits(trained, before, cache)
     return (
         pieces(
             task.tokenizer,
-            before[1:],
-            _tokens(trained, task, cache, logits, sampling, keyed_generator(seed, i), max_tokens),
+            before[unseen:],
+            _tokens(
+                trained, task, cache, logits, ends, sampling, keyed_generator(seed, i), max_tokens
+            ),
         )
-        for i in range(samples)
+        for i in samples
     )
 
 
@@ -101,6 +178,7 @@ def _tokens(
     task: CausalLM,
     prompt: Cache,
     logits: Tensor,
+    ends: frozenset[int],
     sampling: Sampling,
     random: np.random.Generator,
     max_tokens: int,
@@ -110,7 +188,7 @@ def _tokens(
     cache.layers = dict(prompt.layers)  # appending makes new tensors: the prompt's stay as they are
     for _ in range(max_tokens):
         token = sampling.draw(logits[: task.tokenizer.size], random)
-        if token == task.tokenizer.end:
+        if token in ends:
             return
         yield token
         if cache.length == task.config.positions:

@@ -28,7 +28,7 @@ from muster.data.account import FileAccount
 from muster.data.loader import IGNORE
 from muster.data.problems import Problems
 from muster.data.text.chat_template import ChatTemplate
-from muster.data.text.conversations import read_conversations
+from muster.data.text.conversations import ASSISTANT, read_conversations
 from muster.data.text.documents import row_name
 from muster.data.text.packing import GrowingArray
 from muster.data.text.tokenizers import Tokenizer
@@ -247,6 +247,16 @@ def encode(
         if not replies.any():
             raise ValueError("its replies have no tokens")
         yield ids, replies
+
+
+def reply_ends(tokenizer: Tokenizer, template: ChatTemplate) -> frozenset[int]:
+    """Tokens after which a reply is over: the end of text, and what ends the template's replies."""
+    asked = [{"role": "user", "content": "x"}, {"role": ASSISTANT, "content": "x"}]
+    try:
+        ((ids, replies),) = encode(tokenizer, template, asked)
+    except ValueError:  # a template with wishes of its own
+        return frozenset([tokenizer.end])
+    return frozenset([int(ids[replies][-1])]) & tokenizer.special | {tokenizer.end}
 
 
 def _load(folder: Path) -> ChatRows | None:
