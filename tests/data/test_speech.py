@@ -141,12 +141,20 @@ def test_more_broken_clips_than_the_share_end_the_run_with_a_list(source):
     with pytest.raises(DataError) as error:
         made.load(19)
     words = str(error.value)
-    assert words.startswith(
-        "3 of 20 clips broke while training (train.parquet row 17: not readable"
-    )
-    assert "; train.parquet row 19: " in words
+    assert words.startswith("3 of 20 clips broke while training (3 × not readable as audio")
+    assert "train.parquet row 17, row 18, row 19)" in words
     assert "data.max_bad_fraction above 0.150" in words
     assert "data inspect DATA --decode" in words
+
+
+def test_clips_that_break_alike_are_told_a_few_times_and_then_counted(source, caplog):
+    flac = encode(np.random.default_rng(0).standard_normal(1600) * 0.1, container="FLAC")
+    made = source([flac[: len(flac) // 2]] * 15 + [GOOD], max_bad_fraction=1.0)
+    assert all(made.load(i).broken for i in range(15))
+    *each, summary = [record.getMessage() for record in caplog.records]
+    assert len(each) == 5
+    assert summary.startswith("10 clips are ignored in this run by now: 10 × not readable")
+    assert made.left_out == {"broken while training": 15}
 
 
 def test_a_rank_of_many_judges_by_the_clips_it_has_met(source):

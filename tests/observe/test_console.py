@@ -152,6 +152,12 @@ def test_events_in_words():
     killed = {"event": "restarting", "rank": 2, "signal": "SIGKILL"}
     assert event_words(killed).startswith("rank 2 was killed (SIGKILL)")
     assert event_words({"event": "checkpoint", "step": 5}) is None
+    scoring = {"event": "scoring", "split": "test", "done": 2, "batches": 8, "seconds": 10.0}
+    assert event_words(scoring) == "scoring test data: 2 of 8 batches, 30 s left"
+    assert event_words({**scoring, "done": 0}) == "scoring test data: 0 of 8 batches"
+    scored = {"event": "evaluation", "step": 5, "split": "test", "scores": {"wer": 1.5}}
+    assert event_words({**scored, "remarks": ["why"]}) == "step 5: test WER 150.00%\nwhy"
+    assert event_words({"event": "data", "lines": ["a", "b"]}) == "a\nb"
 
 
 def test_brackets_in_events_are_shown_as_they_are(tmp_path, monkeypatch):
@@ -186,7 +192,8 @@ RESULTS = {
 
 
 def test_the_results_table_holds_what_matters():
-    text = text_of(results_table(RESULTS, "runs/[x]"))
+    text = text_of(results_table(RESULTS | {"remarks": ["[why]"]}, "runs/[x]"))
+    assert "[why]" in text
     for words in (
         "finished: 200 steps in 5.0 min",
         "WER 12.34%, CER 5.00%",

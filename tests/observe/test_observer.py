@@ -56,6 +56,23 @@ def record(step: int, **changes) -> StepRecord:
     return StepRecord(**values | changes)
 
 
+def test_scoring_tells_how_far_it_is_at_intervals(tmp_path, monkeypatch):
+    made, clock = observer(tmp_path), iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.5])
+    monkeypatch.setattr("muster.observe.observer.time.monotonic", lambda: next(clock))
+    progress = made.scoring("test", 9)
+    for done in range(5):
+        progress(done, 8)
+    told = read_lines(tmp_path / "events.jsonl")
+    assert [(e["event"], e["done"], e["batches"], e["seconds"]) for e in told] == [
+        ("scoring", 2, 8, 5.0),
+        ("scoring", 4, 8, 10.5),
+    ]
+    monkeypatch.undo()
+    made.scoring("test", 9, at_once=True)(0, 8)
+    assert read_lines(tmp_path / "events.jsonl")[-1]["done"] == 0
+    made.close()
+
+
 def observer(folder, rank: int = 0, start: int = 0, every: int = 10, board: bool = False):
     return Observer(folder, rank, every_steps=every, tensorboard=board, start=start)
 

@@ -13,8 +13,10 @@ from muster.data.loader import IGNORE
 from muster.data.speech.audio import SAMPLE_RATE
 from muster.data.speech.source import SpeechSample
 from muster.errors import RecipeError
+from muster.evaluate.error_rates import count
 from muster.parallel.materialise import materialise
 from muster.recipe.load import load
+from muster.tasks.base import Example
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from real import LIBRISPEECH, WHISPER, needs_speech, needs_whisper
 
@@ -84,6 +86,39 @@ def test_a_clip_longer_than_a_fixed_window_is_scored_whole():
     assert task.windows(lengths, training=False).tolist() == [2, 2, 30]
     assert task.source("train").lengths.max() <= 2
     assert task.source("test").lengths.max() > 2
+
+
+def as_if_pretrained(micro: SpeechSeq2Seq, *overrides: str) -> SpeechSeq2Seq:
+    """The same task, with weights that another has pretrained."""
+    recipe = load("whisper-micro", ["model.pretrained=elsewhere", *overrides])
+    return SpeechSeq2Seq(recipe, json.loads(json.dumps(micro.assets)))
+
+
+def test_pretrained_weights_are_scored_in_the_window_they_know_unless_told_otherwise(micro):
+    lengths = np.array([0.5, 1.5])
+    task = as_if_pretrained(micro, "data.window=bucket")
+    assert task.windows(lengths, training=True).max() < 5
+    assert task.windows(lengths, training=False).tolist() == [30, 30]
+    assert task.collate([clip(0, 1.0, "one")], None, 1.0)["samples"].shape[1] == 30 * SAMPLE_RATE
+    asked = as_if_pretrained(micro, "data.window=bucket", "evaluation.window=bucket")
+    assert asked.windows(lengths, training=False).max() < 5
+    assert micro.windows(lengths, training=False).max() < 5, "a fresh model knows its own window"
+
+
+def test_a_wer_above_100_percent_is_explained_with_the_key_to_change(micro):
+    said, heard = "one two", "thank you " * 20
+    counts = {**vars(count(said, heard))}
+    worst = [Example(0, said, heard, 40)]
+    short = as_if_pretrained(micro, "evaluation.window=bucket")
+    (words,) = short.remarks(short.summarise(counts), worst)
+    assert "a WER above 100 %: 2 words were said, and 38 of the 40 edits are insertions" in words
+    assert "repeats itself, as in 'thank you thank you" in words
+    assert words.endswith("set evaluation.window=30")
+    (words,) = micro.remarks(micro.summarise(counts), [Example(0, said, "three four five", 3)])
+    assert "repeats" not in words.partition("insertions")[2].partition(". ")[0]
+    assert "evaluation.max_tokens (now 224)" in words
+    right = {**vars(count(said, said))}
+    assert micro.remarks(micro.summarise(right), []) == []
 
 
 def test_scoring_takes_its_own_window_whatever_the_split():

@@ -90,6 +90,8 @@ def evaluate(
     if "words" in scores:
         edits = [f"{scores[f'word_{kind}']:.0f} {kind}" for kind in _EDITS]
         console.print(f"{scores['words']:.0f} words: {', '.join(edits)}")
+    for remark in result.remarks:
+        console.print(remark, markup=False, soft_wrap=True)
     for why, count in result.left_out.items():
         console.print(f"not scored: {count} {why}", markup=False)
     said, heard = _WORDS.get(trained.task.facts.content, ("right", "found"))

@@ -146,13 +146,24 @@ def event_words(event: dict[str, Any]) -> str | None:
             titles = {"compile": "torch.compile", "cuda_graphs": "CUDA graphs"}
             return "; ".join(f"{titles[k]}: {event[k]}" for k in titles if k in event)
         case "evaluation":
-            return f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
+            words = f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
+            return "\n".join([words, *event.get("remarks", [])])
+        case "scoring":
+            return _scoring_words(event)
         case "restarting":
             return f"rank {event['rank']} was killed ({event['signal']}); restarting from the last checkpoint"
         case "shrunk":
             after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after
     return None
+
+
+def _scoring_words(event: dict[str, Any]) -> str:
+    done, batches = event["done"], event["batches"]
+    words = f"scoring {event['split']} data: {done} of {batches} batches"
+    if not done:
+        return words
+    return f"{words}, {event['seconds'] / done * (batches - done):.0f} s left"
 
 
 def score_words(scores: dict[str, float]) -> str:
@@ -210,7 +221,10 @@ class _Bar:
             self.progress.update(
                 self.bar, total=event["steps"], completed=event["step"], visible=True
             )
-        if words := event_words(event):
+        words = event_words(event)
+        if event["event"] == "scoring":
+            self.progress.update(self.bar, description=words)
+        elif words:
             self.print(words)
 
     def print(self, words: str) -> None:
@@ -266,6 +280,11 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_column("value", overflow="fold")
     if results["scores"]:
         table.add_row(f"unseen {results['scored']} data", score_words(results["scores"]))
+        for remark in results.get("remarks", []):
+            table.add_row("", escape(remark))
+        for why, count in results.get("not_scored", {}).items():
+            if why.startswith("beyond"):
+                table.add_row("not scored", escape(f"{count} {why}"))
     speed = f"{rates['samples_per_s']:.1f} samples/s"
     if "audio_s_per_s" in rates:
         speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"

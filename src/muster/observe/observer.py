@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -17,6 +18,8 @@ from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
 from muster.observe.results import STOP_FILE
+
+SCORING_EVERY_S = 5.0
 
 
 class Ranks(Protocol):
@@ -139,8 +142,31 @@ class Observer:
         self._pending = []
         self._ranks.flush()
 
-    def evaluation(self, step: int, split: str, scores: dict[str, float]) -> None:
-        self.event("evaluation", step=step, split=split, scores=scores)
+    def scoring(
+        self, split: str, step: int, *, at_once: bool = False
+    ) -> Callable[[int, int], None]:
+        """To be called with the batches that are scored and all of rank 0's: an event every few seconds, and
+        with `at_once` before the first."""
+        begin = time.monotonic()
+        told = begin - SCORING_EVERY_S if at_once else begin
+
+        def progress(done: int, batches: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if now - told >= SCORING_EVERY_S:
+                told = now
+                taken = round(now - begin, 1)
+                self.event(
+                    "scoring", step=step, split=split, done=done, batches=batches, seconds=taken
+                )
+
+        return progress
+
+    def evaluation(
+        self, step: int, split: str, scores: dict[str, float], remarks: Sequence[str] = ()
+    ) -> None:
+        told = {"remarks": list(remarks)} if remarks else {}
+        self.event("evaluation", step=step, split=split, scores=scores, **told)
         if self._tensorboard:
             for name in ("wer", "cer", "perplexity", "bits_per_byte", "accuracy"):
                 if name in scores:

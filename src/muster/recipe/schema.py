@@ -51,6 +51,10 @@ class Evaluation(Section):
         description="Samples per rank and evaluation batch. `auto`: as many as training holds at a "
         "time, at most 32.",
     )
+    max_samples: Positive | None = free(
+        None,
+        description="Score at most so many samples of a split, spread evenly over it. Default: all.",
+    )
     decoder: Literal["greedy", "beam"] = free(
         "greedy", description="`beam`: CTC prefix-beam search, or Whisper's beam search."
     )
@@ -63,7 +67,9 @@ class Evaluation(Section):
         "of each token, of which the decoder's has the rest. `auto`: 0.5; without the head, and with timestamps, 0.",
     )
     window: Annotated[float, Field(gt=0, le=30)] | Literal["bucket", "auto"] = free(
-        "auto", description="speech-seq2seq: as `data.window`, for scoring. `auto`: the same."
+        "auto",
+        description="speech-seq2seq: as `data.window`, for scoring. `auto`: the same, but with "
+        "`model.pretrained` 30 s, in which any such weights end their output.",
     )
     max_tokens: Positive = free(
         224, description="Whisper: maximum number of generated tokens per clip."

@@ -137,6 +137,10 @@ class Task(ABC):
         rates = {name: count / units for name, count in counts.items() if name != "units"}
         return {**rates, "units": units}
 
+    def remarks(self, scores: dict[str, float], worst: Sequence[Example]) -> list[str]:
+        """What explains a bad score, and which key to change; shown beside it."""
+        return []
+
     def example(self) -> Any:
         """A sample as long as samples may be, for a plan without data; None where only data can tell."""
         return None

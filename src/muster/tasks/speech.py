@@ -18,6 +18,9 @@ from muster.evaluate.error_rates import EditCounts, count
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Example, Score
 
+MANY = 3  # times that each word occurs, on average, in a text that repeats itself
+SHOWN = 60  # characters of an example
+
 
 def speech_files(recipe: Recipe, split: Split) -> list[Path]:
     data = recipe.data
@@ -84,6 +87,29 @@ def word_score(clips: Iterable[tuple[int, str, str]]) -> Score:
         examples.append(Example(sample_id, reference, hypothesis, counts.word_edits))
         total += counts
     return Score(asdict(total), examples)
+
+
+def wer_remarks(scores: dict[str, float], worst: Sequence[Example], cure: str) -> list[str]:
+    """Why more words are wrong than were said; nothing at a WER of at most 100 %."""
+    if scores["wer"] <= 1:
+        return []
+    words, insertions = int(scores["words"]), int(scores["word_insertions"])
+    edits = sum(
+        int(scores[f"word_{kind}"]) for kind in ("substitutions", "deletions", "insertions")
+    )
+    told = (
+        f"a WER above 100 %: {words:,} words were said, and {insertions:,} of the {edits:,} edits are "
+        "insertions, words that nobody said"
+    )
+    if repeated := next((e for e in worst if repeats(e.hypothesis)), None):
+        told += f". The model repeats itself, as in {repeated.hypothesis[:SHOWN]!r}"
+    return [f"{told}. {cure}"]
+
+
+def repeats(text: str) -> bool:
+    """Whether most words of a text occur in it many times."""
+    words = text.split()
+    return len(words) >= 2 * MANY and len(words) >= MANY * len(set(words))
 
 
 def word_rates(counts: Counts) -> dict[str, float]:

@@ -23,7 +23,7 @@ from muster.evaluate.ctc_decode import greedy, prefix_beam
 from muster.evaluate.ngram import NGram, build, read_arpa
 from muster.models.gpu_kernels import for_gpu
 from muster.recipe.schema import Recipe
-from muster.tasks.base import Counts, Score, Task
+from muster.tasks.base import Counts, Example, Score, Task
 from muster.tasks.ctc import ctc_targets, frames_needed, summed_ctc_loss
 from muster.tasks.speech import (
     augmentation,
@@ -31,6 +31,7 @@ from muster.tasks.speech import (
     silent_sample,
     speech_files,
     speech_source,
+    wer_remarks,
     word_rates,
     word_score,
 )
@@ -132,6 +133,10 @@ class SpeechCTC(Task):
             for start, end in itertools.pairwise([0, *ends])
         ]
         return word_score(zip(batch.ids, references, self.decode(*output), strict=True))
+
+    def remarks(self, scores: dict[str, float], worst: Sequence[Example]) -> list[str]:
+        cure = "Train longer (training.steps), or with a lower training.lr"
+        return wer_remarks(scores, worst, cure)
 
     def summarise(self, counts: Counts) -> dict[str, float]:
         return word_rates(counts)

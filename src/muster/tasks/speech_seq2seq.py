@@ -36,7 +36,7 @@ from muster.models.whisper.hybrid import HeadWeights, HybridWhisper
 from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
-from muster.tasks.base import AnyRank, Counts, Lengths, Score, Task
+from muster.tasks.base import AnyRank, Counts, Example, Lengths, Score, Task
 from muster.tasks.ctc import ctc_targets, frames_needed, summed_ctc_loss
 from muster.tasks.likelihood import negative_log_likelihood
 from muster.tasks.speech import (
@@ -45,6 +45,7 @@ from muster.tasks.speech import (
     silent_sample,
     speech_files,
     speech_source,
+    wer_remarks,
     word_rates,
     word_score,
 )
@@ -158,9 +159,7 @@ class SpeechSeq2Seq(Task):
 
     def windows(self, lengths: Lengths, *, training: bool) -> Lengths:
         """A clip in evaluation that is longer than a fixed window gets the encoder's maximum."""
-        asked: float | str = self.recipe.data.window
-        if not training and self.recipe.evaluation.window != "auto":
-            asked = self.recipe.evaluation.window
+        asked: float | str = self.recipe.data.window if training else self._scoring_window()
         choice = self.buckets if isinstance(asked, str) else (asked,)
         return windows.round_up(lengths, choice, self._longest)
 
@@ -272,6 +271,31 @@ class SpeechSeq2Seq(Task):
         ]
         rows = zip(batch.ids, references, self.decode(output), strict=True)
         return word_score((i, self.normalise(r), self.normalise(h)) for i, r, h in rows)
+
+    def remarks(self, scores: dict[str, float], worst: Sequence[Example]) -> list[str]:
+        return wer_remarks(scores, worst, self._wer_cure())
+
+    def _wer_cure(self) -> str:
+        options = self.recipe.evaluation
+        if self.recipe.model.pretrained and self._scoring_window() != self._longest:
+            return (
+                f"These weights were pretrained on windows of {self._longest:g} s and are scored in "
+                f"others (evaluation.window={options.window}), where they do not end: set "
+                f"evaluation.window={self._longest:g}"
+            )
+        return (
+            "Train longer (training.steps), or on more data; until then a lower evaluation.max_tokens "
+            f"(now {options.max_tokens}) ends the repetitions"
+        )
+
+    def _scoring_window(self) -> float | Literal["bucket"]:
+        """Seconds that clips are padded to in evaluation. Pretrained weights know the encoder's whole window,
+        and repeat themselves in a shorter one until they have learnt it; a fresh model knows the window
+        that it is trained in."""
+        asked = self.recipe.evaluation.window
+        if asked != "auto":
+            return asked
+        return self._longest if self.recipe.model.pretrained else self.recipe.data.window
 
     def summarise(self, counts: Counts) -> dict[str, float]:
         return word_rates(counts)

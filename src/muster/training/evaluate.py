@@ -6,10 +6,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from muster.data.batches import eval_shards
@@ -30,6 +32,7 @@ class Evaluation:
     scores: dict[str, float]
     worst: list[Example]
     left_out: dict[str, int]  # samples not scored, by reason
+    remarks: list[str] = field(default_factory=list)  # what explains a bad score
 
 
 class Scored(Protocol):
@@ -60,7 +63,8 @@ def evaluate(
     autocast: Callable[[], AbstractContextManager[Any]],
     progress: Callable[[int, int], None] = lambda done, batches: None,
 ) -> Evaluation | None:
-    """Scores of `split`, the same whatever the world size; None where there is no such split."""
+    """Scores of `split`, the same whatever the world size; None where there is no such split. At most
+    `evaluation.max_samples` of its samples are scored, always the same ones."""
     source = task.source(split)
     if source is None:
         return None
@@ -70,7 +74,8 @@ def evaluate(
     counts: Counter[str] = Counter()
     examples: list[Example] = []
     windows = task.windows(source.lengths, training=False)
-    batches = list(_rank_batches(source, windows, mesh, batch_size))
+    chosen = choose_samples(len(source), task.recipe.evaluation.max_samples)
+    batches = list(_rank_batches(source, windows, mesh, batch_size, chosen))
     for number, (batch, counted) in enumerate(_prefetch(task, source, batches)):
         progress(number, len(batches))
         beat("evaluation")
@@ -93,7 +98,17 @@ def evaluate(
     all_examples.sort(key=lambda e: (-e.edits, e.id))
     log_bad_rows(source, mesh)
     left_out = dict(getattr(source, "left_out", {}))
-    return Evaluation(split, task.summarise(dict(total)), all_examples[:WORST], left_out)
+    if beyond := len(source) - len(chosen):
+        left_out[f"beyond evaluation.max_samples={len(chosen)}"] = beyond
+    scores, worst = task.summarise(dict(total)), all_examples[:WORST]
+    return Evaluation(split, scores, worst, left_out, task.remarks(scores, worst))
+
+
+def choose_samples(count: int, limit: int | None) -> NDArray[np.int64]:
+    """Which of `count` samples are scored: evenly spread, since files are often sorted."""
+    if limit is None or limit >= count:
+        return np.arange(count)
+    return np.arange(limit) * count // limit
 
 
 def log_bad_rows(source: Source, mesh: Mesh) -> None:
@@ -123,16 +138,26 @@ def _prefetch(
 
 
 def _rank_batches(
-    source: Source, windows: Lengths | None, mesh: Mesh, batch_size: int
+    source: Source,
+    windows: Lengths | None,
+    mesh: Mesh,
+    batch_size: int,
+    chosen: NDArray[np.int64],
 ) -> Iterator[tuple[list[int], bool]]:
-    """This rank's batches, and whether each counts.
+    """This rank's batches of the chosen samples, and whether each counts.
 
     Where a forward pass has collectives, ranks with fewer batches repeat one that does not count, so
     that every rank joins every collective.
     """
-    shards = eval_shards(source.lengths, windows, mesh.layout.data_ranks, batch_size, source.groups)
+    shards = eval_shards(
+        source.lengths[chosen],
+        None if windows is None else windows[chosen],
+        mesh.layout.data_ranks,
+        batch_size,
+        None if source.groups is None else source.groups[chosen],
+    )
     mine = shards[mesh.data_rank]
-    yield from ((ids, True) for ids in mine)
+    yield from ((chosen[ids].tolist(), True) for ids in mine)
     if mesh.layout.collective_forward:
         for _ in range(max(map(len, shards)) - len(mine)):
-            yield [0], False
+            yield [int(chosen[0])], False

@@ -185,9 +185,10 @@ def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
                 job.mesh,
                 job.evaluation_batch,
                 lambda: autocast(job.precision, job.mesh.device),
+                job.observer.scoring(split, done, at_once=done == job.steps),
             )
             if found is not None:
-                job.observer.evaluation(done, found.split, found.scores)
+                job.observer.evaluation(done, found.split, found.scores, found.remarks)
                 return found
     return None
 

@@ -173,6 +173,7 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
         "scored": final.split if final else "",
         "scores": final.scores if final else {},
         "not_scored": final.left_out if final else {},
+        "remarks": final.remarks if final else [],
         "worst": [vars(example) for example in final.worst] if final else [],
     }
 

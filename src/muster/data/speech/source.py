@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 NAMED_PROBLEMS = 5
 BROKEN = "broken while training"
+COUNTED = {10**n for n in range(1, 9)}  # of one kind, told at these numbers
 FAIR_SAMPLE = 1000  # minimum number of loaded clips for the fraction of broken ones
 
 
@@ -80,6 +81,7 @@ class SpeechSource:
         self._set_rows(self._usable(rows))
         self._cache: dict[int, audio.Samples] = {}
         self._cached_bytes = 0
+        self._problems = Problems()  # of broken clips, by kind
         self._loaded = np.zeros(len(self.rows), bool)
         self._lock = threading.Lock()
         streams = limits.shuffle == "groups"
@@ -160,15 +162,16 @@ class SpeechSource:
             if index in self.broken:
                 return
             self.broken[index] = why
-            found = list(self.broken.items())
+            alike, found = self._problems.add(self.name(index), why), len(self.broken)
             loaded = min(len(self), max(FAIR_SAMPLE, int(self._loaded.sum())))
-        log.warning("%s: %s; it is ignored in this run", self.name(index), why)
-        if len(found) > self.limits.max_bad_fraction * loaded:
-            named = "; ".join(f"{self.name(i)}: {why}" for i, why in found[:NAMED_PROBLEMS])
+        if alike <= NAMED_PROBLEMS:
+            log.warning("%s: %s; it is ignored in this run", self.name(index), why)
+        elif alike in COUNTED:
+            log.warning("%d clips are ignored in this run by now: %s", found, self._problems)
+        if found > self.limits.max_bad_fraction * loaded:
             raise DataError(
-                f"{len(found)} of {loaded} clips broke while training ({named}"
-                f"{' …' if len(found) > NAMED_PROBLEMS else ''}); fix them, or raise "
-                f"data.max_bad_fraction above {len(found) / loaded:.3f}; for a new run, "
+                f"{found} of {loaded} clips broke while training ({self._problems}); fix them, or raise "
+                f"data.max_bad_fraction above {found / loaded:.3f}; for a new run, "
                 "`muster data inspect DATA --decode` finds all such clips beforehand"
             )
 
@@ -203,6 +206,7 @@ class SpeechSource:
         self._cache.clear()
         self._cached_bytes = 0
         self.broken.clear()  # indices have changed
+        self._problems = Problems()
         self._loaded = np.zeros(len(self.rows), bool)
 
     def note(self, indices: Sequence[int], why: str) -> None:
