@@ -167,7 +167,7 @@ class SpeechSource:
         if alike <= NAMED_PROBLEMS:
             log.warning("%s: %s; it is ignored in this run", self.name(index), why)
         elif alike in COUNTED:
-            log.warning("%d clips are ignored in this run by now: %s", found, self._problems)
+            log.warning("%d clips are ignored in this run by now: %s", found, str(self._problems))
         if found > self.limits.max_bad_fraction * loaded:
             raise DataError(
                 f"{found} of {loaded} clips broke while training ({self._problems}); fix them, or raise "
