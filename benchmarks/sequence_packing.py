@@ -19,15 +19,16 @@ import tempfile
 from pathlib import Path
 
 import muster
-from muster.data.corpus import standard_library
+from muster.data.corpus import PYTHON_SOURCE, Split, split_files
 
 PACKINGS = ("fixed", "shifted", "shuffled")
 LARGEST = 6000  # bytes of a module
 COMMON = [
     "model.shape.layers=2",
+    "model.shape.width=64",
     "model.dropout=0.1",
     "data.sequence_length=128",
-    "training.lr=2.0e-3",
+    "training.lr=3.0e-3",
     "evaluation.every_steps=25",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
@@ -35,10 +36,10 @@ COMMON = [
 ]
 
 
-def texts(split: str, size: int) -> list[str]:
+def texts(split: Split, size: int) -> list[str]:
     """Modules in the order of their hashes, until there are `size` bytes."""
-    files, splits = standard_library()
-    mine = [f for f in files if splits[f] == split and 500 < f.stat().st_size < LARGEST]
+    files = split_files(PYTHON_SOURCE, None, None, split, content="text")
+    mine = [file for file in files if 500 < file.stat().st_size < LARGEST]
     mine.sort(key=lambda file: hashlib.sha256(file.name.encode()).hexdigest())
     found: list[str] = []
     for file in mine:
@@ -49,7 +50,8 @@ def texts(split: str, size: int) -> list[str]:
 
 
 def write(folder: Path, kind: str, size: int) -> None:
-    for split in ("train", "validation"):
+    splits: tuple[Split, ...] = ("train", "validation")
+    for split in splits:
         documents = texts(split, size)
         if kind == "lines":
             documents = [line for text in documents for line in text.splitlines() if line.strip()]

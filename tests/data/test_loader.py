@@ -91,6 +91,15 @@ def test_all_ranks_together_hold_the_global_batch():
         assert sorted(ids) == sorted(loaders[0].plan.batch(step).tolist())
 
 
+def test_an_epoch_of_another_size_is_refused():
+    source = Numbers()
+    source.of_epoch = lambda epoch: Numbers(40 - epoch)
+    loader = make(source)
+    loader.micro_batches(4)
+    with pytest.raises(DataError, match=r"of_epoch\(1\) returned a source of 39 .* 40"):
+        loader.micro_batches(5)
+
+
 def test_an_error_in_a_thread_surfaces_at_its_own_step():
     source = Numbers()
     loader = make(source)

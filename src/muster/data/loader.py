@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from muster.data.batches import BatchPlan, cut
+from muster.errors import DataError
 
 IGNORE = -100  # ignore_index of the loss
 
@@ -53,8 +54,15 @@ class Source(Protocol):
 
 def of_epoch(source: Source, epoch: int) -> Source:
     """`source` as it is in this epoch of training."""
-    find = getattr(source, "of_epoch", None)
-    return cast(Source, find(epoch)) if find else source
+    if (find := getattr(source, "of_epoch", None)) is None:
+        return source
+    found = cast(Source, find(epoch))
+    if len(found) != len(source):
+        raise DataError(
+            f"data.train: of_epoch({epoch}) returned a source of {len(found)} samples, expected as many as "
+            f"in every epoch, {len(source)}"
+        )
+    return found
 
 
 @dataclass(frozen=True)
