@@ -6,9 +6,11 @@ task of the user's own, `FILE.py:CLASS` or `package.module:CLASS`, has the defau
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
+Better = Literal["min", "max"]  # of a score: whether smaller or larger values are better
 Content = Literal["speech", "text", "images"]
 
 
@@ -20,11 +22,18 @@ class Workload:
     compiles: bool = False  # measured: torch.compile pays
     captures: bool = False  # no synchronization within a step, so CUDA graphs can be captured
     packed: bool = False  # every sample is `data.sequence_length` tokens, with or without data
+    scores: Mapping[str, Better] = field(default_factory=dict)  # that compare models, its own first
+
+
+WORD_SCORES: Mapping[str, Better] = {"wer": "min", "cer": "min"}
 
 
 WORKLOADS = {
     "speech-ctc": Workload(
-        "muster.tasks.speech_ctc:SpeechCTC", "speech", "embedded:spoken-numbers"
+        "muster.tasks.speech_ctc:SpeechCTC",
+        "speech",
+        "embedded:spoken-numbers",
+        scores=WORD_SCORES,
     ),
     "speech-seq2seq": Workload(
         "muster.tasks.speech_seq2seq:SpeechSeq2Seq",
@@ -32,6 +41,7 @@ WORKLOADS = {
         "embedded:spoken-numbers",
         compiles=True,
         captures=True,
+        scores=WORD_SCORES,
     ),
     "causal-lm": Workload(
         "muster.tasks.causal_lm:CausalLM",
@@ -40,9 +50,12 @@ WORKLOADS = {
         compiles=True,
         captures=True,
         packed=True,
+        scores={"perplexity": "min", "bits_per_byte": "min", "loss": "min"},
     ),
     "image-classification": Workload(
-        "muster.tasks.image_classification:ImageClassification", "images"
+        "muster.tasks.image_classification:ImageClassification",
+        "images",
+        scores={"accuracy": "max", "loss": "min"},
     ),
 }
 

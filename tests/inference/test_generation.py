@@ -16,9 +16,10 @@ from muster.errors import MusterError
 from muster.inference.generate import Sampling, generate
 from muster.inference.load import Trained, load_recogniser, load_trained
 from muster.inference.score import score
+from muster.observe.results import MANIFEST
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.training.checkpoint import FORMAT, MANIFEST, Saved, digest
+from muster.training.checkpoint import FORMAT, Saved, digest
 
 
 def trained(preset: str = "gpt2-micro", *overrides: str) -> Trained:

@@ -294,7 +294,9 @@ def test_bad_files_are_named_and_the_good_ones_written(micro, recordings, tmp_pa
     assert code == 1
     assert printed.split() == [str(tmp_path / "out" / name) for name in ("short.json", "long.json")]
     said = ["no such file", "not readable as audio", "the clip has zero length"]
-    for line, path, why in zip(errors.splitlines(), bad, said, strict=True):
+    which, *lines = errors.splitlines()
+    assert re.fullmatch(r"checkpoint: step-\d+, the last", which)
+    for line, path, why in zip(lines, bad, said, strict=True):
         assert line.startswith(f"error: {path}: {why}")
     written = json.loads((tmp_path / "out" / "long.json").read_text())
     assert written["file"] == str(recordings[1])

@@ -64,11 +64,12 @@ def going(recipe, tmp_path_factory) -> Iterator[Run]:
 def test_runs_lists_state_age_ranks_step_and_loss(going):
     folder = going.path.parent.parent
     (line,) = [li for li in muster("runs", folder=folder).stdout.splitlines() if going.name in li]
-    _, name, state, age, ranks, step, loss, _ = (cell.strip() for cell in line.split("│"))
+    _, name, state, age, ranks, step, loss, best, _ = (cell.strip() for cell in line.split("│"))
     assert (name, state, ranks) == (going.name, "running", "2")
     assert age.endswith((" s", " min"))
     assert int(step) >= 2
     assert float(loss) > 0
+    assert best == ""
 
 
 def test_watching_shows_every_rank_and_leaves_the_run_alone(going):

@@ -30,7 +30,12 @@ def test_the_description_is_the_recipe_itself(tmp_path: Path) -> None:
 
 
 def test_each_key_is_followed_by_its_meaning() -> None:
-    text = describe(load("speech", ["model.lora={rank: 4}", "model.shape={layers: 2}"]))
+    text = describe(
+        load(
+            "speech",
+            ["model.lora={rank: 4}", "model.shape={layers: 2}", "training.early_stopping={}"],
+        )
+    )
     for key in keys().values():
         assert key.description in text
 

@@ -57,7 +57,7 @@ def test_the_names_of_accelerate_exist():
     [
         ("optim", "optim of TrainingArguments is training.optimizer here"),
         ("training.report_to", "nothing here is like report_to of TrainingArguments: metrics go"),
-        ("load_best_model_at_end", "nothing here is like load_best_model_at_end"),
+        ("greater_is_better", "nothing here is like greater_is_better"),
         ("per_device_eval_batch_size", "is evaluation.batch_size here"),
         ("learning_rate", "is training.lr here"),
         ("model.learning_rate", "is training.lr here"),
@@ -101,10 +101,10 @@ lr=training.lr steps=training.steps strategy=distributed.strategy seeds=seed
 batch_size=training.global_batch_size global_batch=training.global_batch_size
 training.strategy=distributed.strategy data.langauge=data.language
 slurm.partitions=slurm.partition distributed.timeout=distributed.timeout_s model.droput=model.dropout"""
-UNRELATED = """zzz model.experts model.activation data.prompt training.ema training.early_stopping
+UNRELATED = """zzz model.experts model.activation data.prompt training.ema
 training.curriculum training.sam training.lookahead model.rope_scaling data.mixture training.loss_scale
 model.quantization data.url training.teacher model.adapter_path callbacks plugins hydra.run
-tokenizer_fast foo.bar training.swa evaluation.metrics logging.mlflow logging.wandb
+tokenizer_fast foo.bar training.swa logging.mlflow logging.wandb
 data.augment_noise rlhf.reward model.moe_top_k data.collator kubernetes.helm slurm.array notes author
 project experiment image_processor gpu machine evaluation.rouge distributed.elastic
 checkpoint.s3_bucket checkpoint.upload training.gan model.vae reward_model training.noise

@@ -165,6 +165,10 @@ def with_score(result: str) -> tuple[str, str]:
         ),
         (("return Net(", "return ("), "build_model returned a tuple, expected a torch.nn.Module"),
         (("points = torch.randn", "points = torch.rand_n"), r"fit\.py, line 33, in source: Attrib"),
+        (
+            (SUM, f"{SUM}\n\n    scores = {{'recall': 'max'}}"),
+            "scores declares 'recall', which summarise does not return: it returned loss, units",
+        ),
     ],
 )
 def test_a_mistake_in_a_method_is_one_sentence(tmp_path, change, words):
@@ -202,6 +206,10 @@ def test_a_task_without_mistakes_passes_and_keeps_the_random_state(tmp_path):
             "task_options.depth: no such key of Fit",
         ),
         (("gt=0", "gt=7"), r"task_options.depth: got 3; Input should be greater than 7"),
+        (
+            ("    class Options", "    scores = {'loss': 'low'}\n\n    class Options"),
+            r"scores is \{'loss': 'low'\}, expected names with the direction that is better",
+        ),
     ],
 )
 def test_a_mistake_in_the_class_is_refused_before_there_is_a_run(tmp_path, change, words):

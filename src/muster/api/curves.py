@@ -42,7 +42,8 @@ def as_html(run: Run) -> str:
 
 def _scores(scored: list[dict[str, Any]]) -> tuple[str, dict[str, Curve]]:
     """The name of the task's own score, and its values by split."""
-    name = main_score(scored[-1]["scores"]) if scored else None
+    named = [event["metric"] for event in scored if event.get("metric")]
+    name = named[-1] if named else main_score(scored[-1]["scores"]) if scored else None
     curves: dict[str, Curve] = {}
     for event in scored if name else ():
         if name in event["scores"]:

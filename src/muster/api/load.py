@@ -105,9 +105,14 @@ def load(
     *,
     root: str | Path = "runs",
     evaluation: dict[str, Any] | None = None,
+    which: str | None = None,
+    average: int = 1,
 ) -> Loaded:
-    """The model of a run (its newest complete checkpoint), of one `step-<n>` folder, or of a Hugging Face
-    folder of Whisper's or of a CTC model's; on a GPU where there is one.
+    """The model of a run, of one `step-<n>` folder, or of a Hugging Face folder of Whisper's or of a CTC
+    model's; on a GPU where there is one.
+
+    `which` checkpoint of a run: `best`, by default where one was chosen, `last` or `step-N`. `average` takes
+    the mean of so many: the last, or with `which="best"` the best.
 
     A run may also be named, or be `latest` in `root`. `evaluation` replaces keys of that section of the
     recipe, such as `{"decoder": "beam"}`.
@@ -117,5 +122,5 @@ def load(
         path = Run(str(checkpoint), root).path
     if is_folder(path):
         return Loaded(load_folder(path, evaluation), path)
-    trained = load_checkpoint(path, evaluation)
+    trained = load_checkpoint(path, evaluation, which=which, average=average)
     return Loaded(trained, trained.saved.path)

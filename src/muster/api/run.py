@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,18 +94,23 @@ class Run:
 
     @property
     def best(self) -> Best | None:
-        """The best evaluation by the task's own score: on validation data, or where there is none, on what
-        the run was scored on at its end. None where nothing was scored."""
+        """The best evaluation by `evaluation.metric`, else by the task's own score: on validation data, or where
+        there is none, on what the run was scored on at its end. None where nothing was scored."""
         scored = [event for event in self.events() if event["event"] == "evaluation"]
         validation = [event for event in scored if event["split"] == "validation"]
         found = validation or scored
-        name = main_score(found[-1]["scores"]) if found else None
-        if name is None:
+        if not found:
             return None
+        name = found[-1].get("metric") or main_score(found[-1]["scores"])
         values = [
-            (float(event["scores"][name]), event) for event in found if name in event["scores"]
+            (float(event["scores"][name]), event)
+            for event in found
+            if name in event["scores"] and math.isfinite(event["scores"][name])
         ]
-        score, event = (max if MAIN[name] else min)(values, key=lambda pair: pair[0])
+        if name is None or not values:
+            return None
+        more = MAIN.get(name, False) if "better" not in found[-1] else found[-1]["better"] == "max"
+        score, event = (max if more else min)(values, key=lambda pair: pair[0])
         saved = self.path / "checkpoints" / f"step-{event['step']}"
         whole = (saved / "manifest.json").is_file()
         return Best(event["step"], event["split"], name, score, saved if whole else None)

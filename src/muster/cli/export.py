@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from muster.cli.common import CheckpointArgument, DirOption, console
-from muster.cli.use import checkpoint_path
+from muster.cli.use import AverageOption, CheckpointOption, checkpoint_path, say_which
 
 
 def export(
@@ -20,9 +20,8 @@ def export(
         bool,
         typer.Option("--adapter", help="Only the LoRA adapters, for peft; else they are merged."),
     ] = False,
-    average: Annotated[
-        int, typer.Option(metavar="N", help="The mean of the last so many checkpoints.")
-    ] = 1,
+    which: CheckpointOption = None,
+    average: AverageOption = 1,
     blend: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="From the pretrained weights (0) to the trained (1)."),
@@ -33,5 +32,8 @@ def export(
     path = checkpoint_path(checkpoint, dir)
     from muster.inference.export import export_checkpoint
 
-    export_checkpoint(path, folder, adapter=adapter, average=average, blend=blend)
+    words = export_checkpoint(
+        path, folder, adapter=adapter, average=average, blend=blend, which=which
+    )
+    say_which(words)
     console.print(f"written to {folder}", soft_wrap=True)

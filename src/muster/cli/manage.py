@@ -11,6 +11,7 @@ from rich.table import Table
 from muster.cli.common import DirOption, RunArgument, console, program, shown
 
 if TYPE_CHECKING:
+    from muster.api.run import Run as ApiRun
     from muster.observe.console import Tail
     from muster.run_directory import Run
 
@@ -105,7 +106,7 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
     if not found:
         console.print(f"no runs in {dir}; start one: {program()} train")
         return
-    table = Table("run", "state", "age", "ranks", "step", "loss")
+    table = Table("run", "state", "age", "ranks", "step", "loss", "best")
     for run in found:
         info, last = run.info, run.last
         loss = last.get("loss")
@@ -116,8 +117,20 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
             f"{info.get('ranks', '')}{' (rehearsal)' if info.get('rehearsal') else ''}",
             str(last.get("step", "")),
             "" if not last else "not finite" if loss is None else f"{loss:.4f}",
+            _best(run),
         )
     console.print(table)
+
+
+def _best(run: ApiRun) -> str:
+    """The best score on validation data, its step, and whether its checkpoint is there."""
+    from muster.observe.scores import score_words
+
+    best = run.best
+    if best is None or best.split != "validation":
+        return ""
+    kept = "" if best.checkpoint else " (not kept)"
+    return f"{score_words({best.name: best.score})} at step {best.step}{kept}"
 
 
 def _age(seconds: float) -> str:

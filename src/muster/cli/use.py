@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from muster.cli.common import CheckpointArgument, DirOption, console, print_error, working
 from muster.data.corpus import Split
@@ -26,6 +27,31 @@ def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
             f"no checkpoint at {checkpoint}: neither a path nor a run in {dir}; `muster runs` lists them"
         )
     return checkpoint
+
+
+CheckpointOption = Annotated[
+    str | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="best|last|step-N",
+        help="Of a run. Default: the best by its validation score, else the last.",
+        show_default=False,
+    ),
+]
+AverageOption = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        help="The mean of so many checkpoints: the last, or with --checkpoint best the best.",
+    ),
+]
+
+
+def say_which(words: str) -> None:
+    """Which checkpoint of a run was taken, apart from the output."""
+    if words:
+        errors = Console(stderr=True, highlight=False)
+        errors.print(f"checkpoint: {words}", soft_wrap=True, markup=False)
 
 
 Decoder = Annotated[
@@ -64,6 +90,8 @@ def evaluate(
     language: Annotated[
         str | None, typer.Option(help="Spoken, for a multilingual Whisper folder.")
     ] = None,
+    which: CheckpointOption = None,
+    average: AverageOption = 1,
     dir: DirOption = Path("runs"),
 ) -> None:
     """Score a checkpoint on a split of its data, or a recogniser's Hugging Face folder on DATA."""
@@ -80,10 +108,12 @@ def evaluate(
                 raise MusterError(
                     f"{path} is a model without data of its own; name some with --data"
                 )
+            _refuse_choice(path, which, average)
             trained = load_folder(path, options, other, language=language)
         else:
-            trained = load_trained(path, options, other)
+            trained = load_trained(path, options, other, which=which, average=average)
         result = score(trained, split, progress)
+    say_which(trained.words)
     scores = result.scores
     sizes = [f", {scores[name]:.0f} {name}" for name in _SIZES if name in scores]
     console.print(f"{result.split}: {score_words(scores)}{''.join(sizes)}")
@@ -99,6 +129,12 @@ def evaluate(
         console.print(
             f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n", markup=False
         )
+
+
+def _refuse_choice(path: Path, which: str | None, average: int) -> None:
+    if which is not None or average != 1:
+        option = "--average" if which is None else "--checkpoint"
+        raise MusterError(f"{path} is one model, not a run; leave {option} out")
 
 
 def _other_data(data: str, split: Split | None) -> dict[str, Any]:
@@ -147,6 +183,8 @@ def transcribe(
             help="Decode with timestamps. Default: if it was trained with them.",
         ),
     ] = None,
+    which: CheckpointOption = None,
+    average: AverageOption = 1,
     dir: DirOption = Path("runs"),
 ) -> None:
     """Audio to text. `-` reads raw 16-bit mono samples from standard input as they arrive."""
@@ -159,11 +197,16 @@ def transcribe(
         raise MusterError(f"--format {form} of several files needs --output FOLDER")
     places = targets(paths, output, form, force) if output else None
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    from muster.inference.load import load_recogniser
+    from muster.inference.load import is_folder, load_recogniser
     from muster.inference.stream import stream
     from muster.inference.transcribe import transcribe
 
-    recogniser = load_recogniser(path, options, language=language, timestamps=timestamps)
+    if is_folder(path):
+        _refuse_choice(path, which, average)
+    recogniser = load_recogniser(
+        path, options, language=language, timestamps=timestamps, which=which, average=average
+    )
+    say_which(recogniser.words)
     if live:
         for piece in stream(recogniser, sys.stdin.buffer):
             print(piece, end="", flush=True)
@@ -209,6 +252,8 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed, the same text.")] = 0,
     samples: Annotated[int, typer.Option(help="Continuations to write.")] = 1,
+    which: CheckpointOption = None,
+    average: AverageOption = 1,
     dir: DirOption = Path("runs"),
 ) -> None:
     """Continue a text with a language model, or answer, shown as it is written."""
@@ -224,7 +269,8 @@ def generate(
     from muster.inference import generate as generation
     from muster.inference.load import load_trained
 
-    trained = load_trained(path)
+    trained = load_trained(path, which=which, average=average)
+    say_which(trained.words)
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     options |= {"top_k": top_k, "top_p": top_p, "seed": seed}
     messages = [{"role": "system", "content": system}] if system is not None else []

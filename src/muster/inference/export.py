@@ -12,7 +12,8 @@ from torch import Tensor
 from muster.data.speech.whisper_features import preprocessor_config
 from muster.errors import MusterError
 from muster.inference import averaging
-from muster.inference.load import trained_model, trained_task
+from muster.inference.choose import choose
+from muster.inference.load import trained_model, trained_task, whole
 from muster.models import lora
 from muster.models.huggingface import folder as huggingface
 from muster.models.huggingface import speech_folder
@@ -37,39 +38,41 @@ def export_checkpoint(
     adapter: bool = False,
     average: int = 1,
     blend: float | None = None,
-) -> None:
-    """A run's newest checkpoint, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
+    which: str | None = None,
+) -> str:
+    """A run's checkpoint, by `choose`, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
+    Returns which it took.
 
     Without `adapter`, adapters are merged into the weights they stand beside. `average` takes the
-    mean of so many checkpoints, that one the last; `blend` then goes only that share of the way from
+    mean of so many checkpoints; `blend` then goes only that share of the way from
     the pretrained weights (WiSE-FT, Wortsman et al. 2022).
     """
-    if not checkpoint.exists():
-        raise MusterError(f"no checkpoint at {checkpoint}")
     _check_options(adapter, average, blend)
     refuse_full(folder.absolute())
-    chosen = averaging.last_checkpoints(checkpoint, average)
-    saved, task = chosen[0], _task(chosen[0])
+    chosen = choose(checkpoint, which, average)
+    saved, task = chosen.saved, _task(chosen.saved)
     if adapter:
         _export_adapter(saved, task, folder)
-        return
+        return chosen.words
     base = None if blend is None else _pretrained(saved, task)
-    state = averaging.mean((_whole(one, task) for one in chosen), average)
+    state = averaging.mean((whole(one, task) for one in chosen.all), average)
     if base is not None and blend is not None:
         averaging.blend(state, base, blend)
+    _write(folder, task, state)
+    return chosen.words
+
+
+def _write(folder: Path, task: Exported, state: dict[str, Tensor]) -> None:
     if isinstance(task, SpeechEncoder):
         speech_folder.export(folder, task.document, state, task.exported_files())
-        return
-    if isinstance(task, SpeechSeq2Seq):
+    elif isinstance(task, SpeechSeq2Seq):
         whisper_folder.export(folder, task.config, without_head(state), *_processor(task))
-        return
-    files, keys = _tokenizer(task)
-    huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
+    else:
+        files, keys = _tokenizer(task)
+        huggingface.export(folder, task.config, state, family=task.family, files=files, keys=keys)
 
 
 def _check_options(adapter: bool, average: int, blend: float | None) -> None:
-    if average < 1:
-        raise MusterError(f"--average {average}: expected a number of checkpoints, 1 or more")
     if blend is not None and not 0 < blend <= 1:
         raise MusterError(
             f"--blend {blend}: expected more than 0, which would be the pretrained model, and at "
@@ -126,12 +129,6 @@ def _task(saved: Saved) -> Exported:
             "export to"
         )
     return task
-
-
-def _whole(saved: Saved, task: Exported) -> dict[str, Tensor]:
-    """Adapters merged: a mean of them would not be the mean of their products."""
-    state, options = _weights(saved, task), task.recipe.model.lora
-    return state if options is None else lora.merged(state, options.alpha, options.rank)
 
 
 def _weights(saved: Saved, task: Exported) -> dict[str, Tensor]:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from muster.data.speech.waveforms import read_rate
 from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
 from muster.errors import MusterError, RecipeError
+from muster.inference import averaging
+from muster.inference.choose import choose
+from muster.models import lora
 from muster.models.huggingface.speech_folder import has_head, is_speech_encoder
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
@@ -23,7 +26,7 @@ from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.tasks.speech_ctc import SpeechCTC
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.training.checkpoint import Saved, load_model, open_checkpoint
+from muster.training.checkpoint import Saved, load_model
 from muster.workloads import WORKLOADS
 
 
@@ -35,6 +38,7 @@ class Trained:
     model: nn.Module
     device: torch.device
     saved: Saved
+    words: str = ""  # which checkpoint of a run this is
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Recogniser:
     device: torch.device
     longest: float = LONGEST  # seconds, maximum window
     timestamps: bool = False  # decode with timestamps
+    words: str = ""  # which checkpoint of a run this is
 
     @property
     def rate(self) -> int:
@@ -56,28 +61,44 @@ def load_trained(
     checkpoint: Path,
     evaluation: dict[str, object] | None = None,
     data: dict[str, object] | None = None,
+    *,
+    which: str | None = None,
+    average: int = 1,
 ) -> Trained:
-    """From a run directory (its newest complete checkpoint) or one `step-<n>` folder.
+    """From a run directory, by `choose`, or one `step-<n>` folder.
 
-    `evaluation` and `data` replace keys of the recipe's sections of those names.
+    `evaluation` and `data` replace keys of the recipe's sections of those names. `average` takes the mean
+    of so many checkpoints.
     """
-    if not checkpoint.exists():
-        raise MusterError(f"no checkpoint at {checkpoint}")
-    saved = open_checkpoint(checkpoint)
-    task = trained_task(saved, evaluation, data)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Trained(task, trained_model(saved, task).to(device).eval(), device, saved)
+    chosen = choose(checkpoint, which, average)
+    saved, device = chosen.saved, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if average == 1:
+        task = trained_task(saved, evaluation, data)
+        model = trained_model(saved, task)
+    else:
+        of_one = trained_task(saved)
+        task = trained_task(saved, evaluation, data, {"lora": None})
+        model = _empty_model(task)
+        model.load_state_dict(averaging.mean((whole(s, of_one) for s in chosen.all), average))
+    return Trained(task, model.to(device).eval(), device, saved, chosen.words)
+
+
+def whole(saved: Saved, task: Task) -> dict[str, Tensor]:
+    """The weights, adapters merged: a mean of them would not be the mean of their products."""
+    state, options = dict(trained_model(saved, task).state_dict()), task.recipe.model.lora
+    return state if options is None else lora.merged(state, options.alpha, options.rank)
 
 
 def trained_task(
     saved: Saved,
     evaluation: dict[str, object] | None = None,
     data: dict[str, object] | None = None,
+    model: dict[str, object] | None = None,
 ) -> Task:
-    """The task of a checkpoint, from its own recipe and files."""
+    """The task of a checkpoint, from its own recipe and files; keys given here replace the recipe's."""
     document = json.loads((saved.path / "recipe.json").read_text())
-    document["evaluation"] |= evaluation or {}
-    document["data"] |= data or {}
+    for section, changes in (("evaluation", evaluation), ("data", data), ("model", model)):
+        document[section] |= changes or {}
     try:
         recipe = Recipe.model_validate(document)
     except ValueError as error:
@@ -85,16 +106,21 @@ def trained_task(
     return build_task(recipe, json.loads((saved.path / "assets.json").read_text()))
 
 
-def trained_model(saved: Saved, task: Task) -> nn.Module:
-    """The task's model on the CPU with the checkpoint's weights. A user's own is built for real: it may
-    hold buffers that are in no checkpoint."""
+def _empty_model(task: Task) -> nn.Module:
+    """The task's model on the CPU, to be filled. A user's own is built for real: it may hold buffers that
+    are in no checkpoint."""
     if task.recipe.task not in WORKLOADS:
+        return task.build_model()
+    with torch.device("meta"):
         model = task.build_model()
-    else:
-        with torch.device("meta"):
-            model = task.build_model()
-        model.to_empty(device="cpu")
-        restore_buffers(model, torch.device("cpu"))
+    model.to_empty(device="cpu")
+    restore_buffers(model, torch.device("cpu"))
+    return model
+
+
+def trained_model(saved: Saved, task: Task) -> nn.Module:
+    """The task's model on the CPU with the checkpoint's weights."""
+    model = _empty_model(task)
     with warnings.catch_warnings():  # torch warns that no process group is initialized
         warnings.simplefilter("ignore", UserWarning)
         load_model(saved, model)
@@ -107,15 +133,18 @@ def load_recogniser(
     *,
     language: str | None = None,
     timestamps: bool | None = None,
+    which: str | None = None,
+    average: int = 1,
 ) -> Recogniser:
-    """From a speech task's checkpoint, or a Hugging Face folder of Whisper's or a CTC model's.
+    """From a speech task's checkpoint, by `load_trained`, or a Hugging Face folder of Whisper's or a CTC model's.
 
     `language` replaces data.language. `timestamps`: whether Whisper is asked for times; by default
     where it learned to tell them, as OpenAI's models did.
     """
     if is_folder(checkpoint):
         return load_folder(checkpoint, evaluation, language=language, timestamps=timestamps)
-    found = load_trained(checkpoint, evaluation, {"language": language} if language else {})
+    spoken: dict[str, object] = {"language": language} if language else {}
+    found = load_trained(checkpoint, evaluation, spoken, which=which, average=average)
     return as_recogniser(found, timestamps)
 
 
@@ -124,7 +153,7 @@ def as_recogniser(found: Trained, timestamps: bool | None = None) -> Recogniser:
     task, where = found.task, found.saved.path
     if isinstance(task, SpeechCTC):
         _refuse_timestamps(where, timestamps)
-        return Recogniser(task, found.model, found.device)
+        return Recogniser(task, found.model, found.device, words=found.words)
     if not isinstance(task, SpeechSeq2Seq):
         raise MusterError(
             f"{where} is of task {task.recipe.task}; transcribing needs speech-ctc or speech-seq2seq"
@@ -133,7 +162,7 @@ def as_recogniser(found: Trained, timestamps: bool | None = None) -> Recogniser:
     # Without timestamps, windows are as in training: the last bucket is the encoder's maximum.
     longest = LONGEST if with_timestamps else task.buckets[-2:][0]
     longest = min(longest, float(task.windows(np.array([longest]), training=False)[0]))
-    return Recogniser(task, found.model, found.device, longest, with_timestamps)
+    return Recogniser(task, found.model, found.device, longest, with_timestamps, found.words)
 
 
 def is_folder(checkpoint: Path) -> bool:

@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from muster.observe.scores import score_words
+
 if TYPE_CHECKING:
     from muster.observe.ranks import RankTable
 
@@ -146,10 +148,13 @@ def event_words(event: dict[str, Any]) -> str | None:
             titles = {"compile": "torch.compile", "cuda_graphs": "CUDA graphs"}
             return "; ".join(f"{titles[k]}: {event[k]}" for k in titles if k in event)
         case "evaluation":
-            words = f"step {event['step']}: {event['split']} {score_words(event['scores'])}"
+            best = ", the best so far" if event.get("best") else ""
+            words = f"step {event['step']}: {event['split']} {score_words(event['scores'])}{best}"
             return "\n".join([words, *event.get("remarks", [])])
         case "scoring":
             return _scoring_words(event)
+        case "early_stop":
+            return f"step {event['step']}: {event['words']}; training ends early"
         case "restarting":
             return f"rank {event['rank']} was killed ({event['signal']}); restarting from the last checkpoint"
         case "shrunk":
@@ -164,20 +169,6 @@ def _scoring_words(event: dict[str, Any]) -> str:
     if not done:
         return words
     return f"{words}, {event['seconds'] / done * (batches - done):.0f} s left"
-
-
-def score_words(scores: dict[str, float]) -> str:
-    """The scores of any task, the most important first."""
-    forms = {
-        "wer": "WER {:.2%}",
-        "cer": "CER {:.2%}",
-        "accuracy": "accuracy {:.2%}",
-        "perplexity": "perplexity {:.3f}",
-        "bits_per_byte": "{:.3f} bits per byte",
-    }
-    words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
-    own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
-    return ", ".join(words or own)
 
 
 class _Progress(Progress):
@@ -278,13 +269,21 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     )
     table.add_column("what", style="bold")
     table.add_column("value", overflow="fold")
+    best = results.get("best") or {}
     if results["scores"]:
-        table.add_row(f"unseen {results['scored']} data", score_words(results["scores"]))
+        what = f"unseen {results['scored']} data"
+        if last := results.get("last_scores"):
+            table.add_row(f"{what}, best: step {best['step']}", score_words(results["scores"]))
+            table.add_row(f"{what}, last: step {best['last_step']}", score_words(last))
+        else:
+            table.add_row(what, score_words(results["scores"]))
         for remark in results.get("remarks", []):
             table.add_row("", escape(remark))
         for why, count in results.get("not_scored", {}).items():
             if why.startswith("beyond"):
                 table.add_row("not scored", escape(f"{count} {why}"))
+    if best:
+        table.add_row("best checkpoint", best_words(best))
     speed = f"{rates['samples_per_s']:.1f} samples/s"
     if "audio_s_per_s" in rates:
         speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"
@@ -312,6 +311,23 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
     return table
+
+
+def best_words(best: dict[str, Any]) -> str:
+    """Which step was the best, and whether the last is worse."""
+    metric, step, last = best["metric"], best["step"], best["last_step"]
+    words = f"step {step}: validation {score_words({metric: best['score']})}"
+    if not best["kept"]:
+        words += ", not kept"
+    if step == last:
+        words += "; it is the last"
+    elif best["last_score"] is not None:
+        told = score_words({metric: best["last_score"]})
+        worse = best["last_score"] != best["score"]
+        words += f"; the last, step {last}, is {'worse' if worse else 'as good'}: {told}"
+    if best["ended_early"]:
+        words += f"; training ended early: {best['ended_early']}"
+    return words
 
 
 def _held_against(measured: dict[str, Any], planned: dict[str, Any]) -> tuple[str, str]:

@@ -163,10 +163,16 @@ class Observer:
         return progress
 
     def evaluation(
-        self, step: int, split: str, scores: dict[str, float], remarks: Sequence[str] = ()
+        self,
+        step: int,
+        split: str,
+        scores: dict[str, float],
+        remarks: Sequence[str] = (),
+        **choice: Any,
     ) -> None:
+        """`choice`: by which score a checkpoint is chosen, and whether this is the best so far."""
         told = {"remarks": list(remarks)} if remarks else {}
-        self.event("evaluation", step=step, split=split, scores=scores, **told)
+        self.event("evaluation", step=step, split=split, scores=scores, **told, **choice)
         if self._tensorboard:
             for name in ("wer", "cer", "perplexity", "bits_per_byte", "accuracy"):
                 if name in scores:

@@ -7,10 +7,12 @@ import os
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+MANIFEST = "manifest.json"  # of a checkpoint, written last
 STOP_FILE = "stop-requested"  # its presence asks the run to save and end
 
 
@@ -60,7 +62,29 @@ def step_folders(root: Path) -> list[Path]:
 def complete_steps(run: Path) -> list[int]:
     """Steps of complete checkpoints, by their manifests."""
     folders = step_folders(run / "checkpoints")
-    return sorted(step_of(path) for path in folders if (path / "manifest.json").is_file())
+    return sorted(step_of(path) for path in folders if (path / MANIFEST).is_file())
+
+
+def best_of(trainer: Mapping[str, Any]) -> int | None:
+    """The best step so far, by the trainer's state in a manifest; None where none was chosen."""
+    selection = trainer.get("selection") or {}
+    return selection.get("best_step") if selection.get("keeps") else None
+
+
+def selection_of(root: Path) -> dict[str, Any]:
+    """What the newest complete checkpoint in `root` records of the best one: there is no other mark, so a
+    kill at any moment leaves a mark and a checkpoint that agree. Empty where none was chosen."""
+    for folder in step_folders(root):
+        with suppress(OSError, ValueError, KeyError):
+            trainer = json.loads((folder / MANIFEST).read_text())["trainer"]
+            return dict(trainer.get("selection") or {})
+    return {}
+
+
+def best_step(root: Path) -> int | None:
+    """The step of the best checkpoint in `root`; None where none was chosen, or it is no longer there."""
+    step = best_of({"selection": selection_of(root)})
+    return step if step is not None and (root / f"step-{step}" / MANIFEST).is_file() else None
 
 
 def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,3 +17,17 @@ MAIN = {
 def main_score(scores: Mapping[str, float]) -> str | None:
     """The name of the score by which evaluations are compared; None where none is known."""
     return next((name for name in MAIN if name in scores), None)
+
+
+def score_words(scores: dict[str, float]) -> str:
+    """The scores of any task, the most important first."""
+    forms = {
+        "wer": "WER {:.2%}",
+        "cer": "CER {:.2%}",
+        "accuracy": "accuracy {:.2%}",
+        "perplexity": "perplexity {:.3f}",
+        "bits_per_byte": "{:.3f} bits per byte",
+    }
+    words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
+    own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
+    return ", ".join(words or own)

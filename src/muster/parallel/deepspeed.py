@@ -212,6 +212,9 @@ class ZeroEngine:
         }
 
     def load_state(self, loaded: dict[str, Any]) -> None:
+        """An engine that has computed may hold gathered weights, and would go on with those at stage 3."""
+        if self.mesh.layout.zero == 3:
+            self.engine.empty_partition_cache()
         for name, parameter in self._named_parameters():
             self._write(parameter, None, loaded["model"][name].full_tensor())
             for moment in self._moments() if parameter.requires_grad else ():

@@ -19,7 +19,7 @@ class Foreign(NamedTuple):
 
 
 BEST = (
-    "no checkpoint is kept for its score; `muster eval RUN/checkpoints/step-N` scores any of them"
+    "on by default; eval, export, generate and transcribe take the best, the run goes on to its end"
 )
 TRACKERS = "metrics go to metrics.jsonl and, by logging.tensorboard, to TensorBoard"
 UPLOADS = "nothing is uploaded; `muster export` writes a folder that transformers loads"
@@ -65,7 +65,9 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("use_liger_kernel", note="kernels are chosen for the device; there is no key"),
         Foreign("per_device_eval_batch_size", "evaluation.batch_size"),
         Foreign("eval_strategy eval_steps", "evaluation.every_steps"),
-        Foreign("load_best_model_at_end metric_for_best_model greater_is_better", note=BEST),
+        Foreign("load_best_model_at_end", "checkpoint.best", BEST),
+        Foreign("metric_for_best_model", "evaluation.metric"),
+        Foreign("greater_is_better", note="a task knows which way each of its scores is better"),
         Foreign("save_strategy save_steps", "checkpoint.every_steps"),
         Foreign("save_total_limit", "checkpoint.keep"),
         Foreign("save_only_model", note="`muster export` writes the weights alone"),
@@ -200,7 +202,7 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("warmup_ratio", "training.warmup_steps", NO_FRACTION),
         Foreign("evals_per_epoch", "evaluation.every_steps"),
         Foreign("saves_per_epoch", "checkpoint.every_steps"),
-        Foreign("early_stopping_patience", note="a run ends after its steps or epochs"),
+        Foreign("early_stopping_patience", "training.early_stopping.patience"),
         Foreign("group_by_length", "data.pool_batches", "speech: similar lengths, by default"),
         Foreign("flash_attention xformers_attention", note=KERNELS),
         Foreign("wandb_project wandb_entity wandb_name wandb_mode", note=TRACKERS),

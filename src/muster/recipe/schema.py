@@ -18,6 +18,7 @@ from muster.recipe.model import Model
 from muster.recipe.places import Kubernetes, Slurm
 from muster.recipe.section import Auto, Beta, Count, Positive, Section, fixed, free
 from muster.recipe.training import Training
+from muster.workloads import workload
 
 OwnTaskName = Annotated[
     str,
@@ -33,7 +34,12 @@ class Checkpoint(Section):
     final: bool = free(
         True, description="Also at the end. A run that is stopped always saves first."
     )
-    keep: Positive = free(3, description="Newest complete checkpoints kept.")
+    keep: Positive = free(3, description="Newest complete checkpoints kept, besides the best.")
+    best: bool = free(
+        True,
+        description="Also save the step that scores best on the validation data, by `evaluation.metric`, and keep "
+        "it; eval, export, generate and transcribe take it by default.",
+    )
     resume: str = free(
         "auto",
         description="`auto`: the newest complete checkpoint of this run; or, for a new run, a checkpoint or run "
@@ -45,6 +51,11 @@ class Checkpoint(Section):
 class Evaluation(Section):
     every_steps: Positive | None = free(
         500, description="Steps between evaluations on the validation data; `null`: never."
+    )
+    metric: str = free(
+        "auto",
+        description="The score that chooses the best checkpoint: wer or cer; perplexity, bits_per_byte or loss; "
+        "accuracy or loss; or one that a task of your own declares. `auto`: the first of them that the task has.",
     )
     batch_size: Positive | Auto = free(
         "auto",
@@ -163,6 +174,21 @@ class Recipe(Section):
         if self.model.lora is not None:
             raise ValueError(
                 f"{given} adds a new head, and with model.lora only adapters are trained; leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _known_metric(self) -> Recipe:
+        metric, scores = self.evaluation.metric, workload(self.task).scores
+        if metric != "auto" and scores and metric not in scores:
+            raise ValueError(
+                f"evaluation.metric is {metric!r}, which is no score of {self.task}; choose "
+                f"{' or '.join(scores)}"
+            )
+        if self.training.early_stopping and self.evaluation.every_steps is None:
+            raise ValueError(
+                "training.early_stopping counts evaluations, and evaluation.every_steps is null; set "
+                "evaluation.every_steps, or leave training.early_stopping out"
             )
         return self
 

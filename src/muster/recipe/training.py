@@ -22,6 +22,18 @@ def _count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
+class EarlyStopping(Section):
+    """End training when the validation score has stopped improving; off unless given."""
+
+    patience: Positive = Field(
+        3,
+        description="Evaluations in a row without a better `evaluation.metric`; then training ends.",
+    )
+    min_delta: Annotated[float, Field(ge=0)] = Field(
+        0.0, description="A score must be better by more than this to count."
+    )
+
+
 class Training(Section):
     steps: Positive | None = free(
         None,
@@ -127,6 +139,7 @@ class Training(Section):
         description="When a device runs out of memory: end with the reason, or halve the micro-batch on "
         "all ranks, double the accumulation and continue; the global batch does not change.",
     )
+    early_stopping: EarlyStopping | None = free(None)
     max_bad_steps: Positive = free(
         3,
         description="The run ends at this many steps in a row with a non-finite loss or gradient.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from muster.data.loader import Batch, Inputs, Source
 from muster.errors import RecipeError
 from muster.models.weights import Weights
 from muster.recipe.schema import Recipe
-from muster.workloads import WORKLOADS, Workload, workload
+from muster.workloads import WORKLOADS, Better, Workload, workload
 
 Counts = dict[str, float]
 Lengths = NDArray[np.float64]
@@ -53,6 +53,9 @@ class Task(ABC):
         False  # a task of one's own: whether `training.compile: auto` compiles
     )
     captures: ClassVar[bool] = False  # likewise for CUDA graphs: no step may synchronize
+    scores: ClassVar[Mapping[str, Better]] = {}
+    """Of a task of one's own: names that `summarise` gives, and whether the smaller or the larger is
+    better. The first chooses the best checkpoint unless `evaluation.metric` names another."""
 
     def __init__(self, recipe: Recipe, assets: dict[str, Any] | None = None) -> None:
         self.recipe = recipe
@@ -70,7 +73,12 @@ class Task(ABC):
         found = workload(self.recipe.task)
         if self.recipe.task in WORKLOADS:
             return found
-        return dataclasses.replace(found, compiles=self.compiles, captures=self.captures)
+        scores = self.scores
+        if not scores and type(self).summarise is Task.summarise and type(self).score is Task.score:
+            scores = {"loss": "min"}
+        return dataclasses.replace(
+            found, compiles=self.compiles, captures=self.captures, scores=scores
+        )
 
     @abstractmethod
     def build_model(self) -> nn.Module:

@@ -9,7 +9,7 @@ import linecache
 import logging
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -119,7 +119,16 @@ def load_class(own: OwnTask, text: str | None = None) -> type[Task]:
             f"task: {own.label} has no method {', '.join(missing)}; a task needs build_model, source, "
             "collate and loss"
         )
+    _check_scores(own, found.scores)
     return found
+
+
+def _check_scores(own: OwnTask, scores: Any) -> None:
+    if not isinstance(scores, Mapping) or any(way not in ("min", "max") for way in scores.values()):
+        raise RecipeError(
+            f"{own.label}: scores is {scores!r:.80}, expected names with the direction that is better, such "
+            'as {"accuracy": "max"}'
+        )
 
 
 def names_in(module: ModuleType) -> list[str]:

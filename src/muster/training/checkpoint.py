@@ -28,14 +28,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from muster.errors import CheckpointError
 from muster.observe.heartbeat import beat
-from muster.observe.results import step_folders, step_of
+from muster.observe.results import MANIFEST, best_of, step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
 
 log = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 FORMAT = 2
 POLL_S = 1.0  # how often a waiting rank checks the progress of a save
 
@@ -150,6 +149,22 @@ class Checkpoints:
             skipped.append(problems[0])
         return None, skipped
 
+    def complete(self) -> set[int]:
+        """Steps whose files are all there, at their sizes. The same on all ranks."""
+        found = set()
+        for folder in step_folders(self.root):
+            with suppress(CheckpointError):
+                read_manifest(folder)
+                found.add(step_of(folder))
+        return set.intersection(*self.mesh.gather(found))
+
+    def at(self, step: int) -> Saved | None:
+        """The checkpoint of a step, whole; None where it is not. The same on all ranks."""
+        if step not in self.complete():
+            return None
+        folder = self.root / f"step-{step}"
+        return Saved(folder, read_manifest(folder))
+
     def load(self, saved: Saved, engine: Engine) -> dict[str, Any]:
         """Weights and optimizer into `engine`; returns the trainer's own small state."""
         state = engine.state()
@@ -248,7 +263,7 @@ class Checkpoints:
                 self._write_manifest(
                     folder, {k: v for files in gathered for k, v in files.items()}, trainer
                 )
-                self._prune(trainer["step"])
+                self._prune(trainer["step"], best_of(trainer))
             self.last_saved = trainer["step"]
         except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
@@ -274,12 +289,15 @@ class Checkpoints:
             os.fsync(file.fileno())
         os.replace(temporary, folder / MANIFEST)
 
-    def _prune(self, step: int) -> None:
-        """Keep the newest `keep` complete checkpoints up to `step`; a later one must be damaged, or
-        this run would have resumed from it. Incomplete ones, which killed runs leave, are removed.
-        Manifests are deleted first: half-deleted is incomplete."""
+    def _prune(self, step: int, best: int | None) -> None:
+        """Keep the newest complete checkpoint up to `step`, the newest `keep` of those that were due, and the
+        `best`; a later one than `step` must be damaged, or this run would have resumed from it.
+        Incomplete ones, which killed runs leave, are removed. Manifests are deleted first: half-deleted
+        is incomplete."""
         folders = [folder for folder in step_folders(self.root) if step_of(folder) <= step]
-        kept = [folder for folder in folders if (folder / MANIFEST).is_file()][: self.keep]
+        complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
+        due = [folder for folder in complete if not _only_best(folder)]
+        kept = [*complete[:1], *due[: self.keep], self.root / f"step-{best}"]
         for folder in folders:
             if folder in kept:
                 continue
@@ -302,6 +320,14 @@ class Checkpoints:
             f"the checkpoint {folder.name} could not be written to {self.root}, where {free:.1f} MiB "
             f"were free ({words}); {self._newest_complete()}; nothing of it was kept"
         )
+
+
+def _only_best(folder: Path) -> bool:
+    """Whether it was saved only because it was the best then, at a step where no checkpoint was due."""
+    try:
+        return bool(json.loads((folder / MANIFEST).read_text())["trainer"].get("only_best"))
+    except (OSError, ValueError, KeyError):  # a damaged one is no reason to end a run
+        return False
 
 
 def _size(root: Path) -> int:

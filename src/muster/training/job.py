@@ -17,7 +17,9 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 from muster.training.checkpoint import Checkpoints
+from muster.training.evaluate import Evaluation
 from muster.training.precision import LossScale, autocast
+from muster.training.selection import Selection
 
 MAX_EVALUATION_BATCH = 32
 
@@ -38,6 +40,9 @@ class Job:
     start: int = 0  # completed steps; also the position in the data
     bad_steps: int = 0  # in a row
     scale: LossScale = field(default_factory=LossScale)
+    selection: Selection | None = None  # where evaluations choose a checkpoint
+    owes_evaluation: bool = False  # it was due at `start`, where an earlier start was stopped
+    validated: dict[int, Evaluation] = field(default_factory=dict)  # of the best and the last step
     profile: Profile = field(default_factory=Profile)
     choices: dict[str, AutoChoice] = field(default_factory=dict)
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
@@ -49,6 +54,11 @@ class Job:
         slots = self.loader.ranks * self.loader.accumulation
         per_device = math.ceil(self.recipe.training.global_batch_size / slots)
         return asked if isinstance(asked, int) else min(MAX_EVALUATION_BATCH, per_device)
+
+    @property
+    def ended_early(self) -> bool:
+        """Whether `training.early_stopping` ended the run."""
+        return self.selection is not None and self.selection.exhausted
 
     @property
     def compiled(self) -> bool:

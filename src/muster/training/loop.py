@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,14 @@ COLLECT_EVERY = 50  # steps between collections of garbage; they take millisecon
 
 
 def train(job: Job) -> int:
-    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested. Returns steps done."""
+    """From `job.start` to `job.steps` optimizer steps, or until a stop is requested, or the validation
+    score no longer improves. Returns steps done."""
     for part in job.engine.parts:
         part.train()
+    if job.owes_evaluation:
+        validate(job, job.start)
+    if job.ended_early:
+        return job.start
     warm_up(job)
     if job.mesh.device.type == "cuda":
         job.observer.choices(job.choices)
@@ -52,15 +58,15 @@ def train(job: Job) -> int:
                 read(job, unread)
             unread, done = launched, step + 1
             last = done == job.steps or launched.stop
-            evaluates = _due(done, job.recipe.evaluation.every_steps) and not last
-            saves = _due(done, saving.every_steps) or launched.stop or (last and saving.final)
+            evaluates, saves = _evaluates(job, done, last), _due(done, saving.every_steps)
             if last or evaluates or saves or not late:
                 read(job, unread)
                 unread = None
-            if evaluates:
-                score(job, done, "validation")
-            if saves:
-                _save(job, done)
+            best = evaluates and validate(job, done)
+            last = last or job.ended_early
+            saves = saves or launched.stop or (last and saving.final)
+            if saves or best:
+                _save(job, done, only_best=not saves)
             if evaluates or saves:
                 before = None
                 gc.collect()
@@ -175,6 +181,41 @@ def sync_buffers(job: Job) -> None:
 
 def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
     """The scores after `done` steps, on the first of `splits` that has data; also logged."""
+    found = _evaluate(job, done, *splits)
+    if found is not None:
+        job.observer.evaluation(done, found.split, found.scores, found.remarks)
+    return found
+
+
+def validate(job: Job, done: int) -> bool:
+    """Score the validation data. Whether that is the best so far and is to be kept: all ranks decide by
+    the same scores, those of rank 0."""
+    found, rule = _evaluate(job, done, "validation"), job.selection
+    if found is None:
+        return False
+    if rule is None:
+        job.observer.evaluation(done, found.split, found.scores, found.remarks)
+        return False
+    best = rule.add(done, job.mesh.gather(found.scores)[0])
+    job.validated = {s: e for s, e in job.validated.items() if s == rule.best_step} | {done: found}
+    better = rule.better.get(str(rule.metric))
+    choice = {"best": best, "metric": rule.metric, "better": better}
+    job.observer.evaluation(done, found.split, found.scores, found.remarks, **choice)
+    if rule.exhausted:
+        job.observer.event("early_stop", step=done, words=rule.words())
+    return best and rule.keeps
+
+
+def _evaluates(job: Job, done: int, last: bool) -> bool:
+    """Where evaluations choose a checkpoint, the last step is one to choose from. A stop does not wait: what
+    was due is made up for when the run is resumed."""
+    due = _due(done, job.recipe.evaluation.every_steps)
+    if job.selection is None:
+        return due and not last
+    return done == job.steps or (due and not last)
+
+
+def _evaluate(job: Job, done: int, *splits: Split) -> Evaluation | None:
     sync_buffers(job)
     with memory.oom_context(job, done - 1, "evaluation"):
         for split in splits:
@@ -188,14 +229,15 @@ def score(job: Job, done: int, *splits: Split) -> Evaluation | None:
                 job.observer.scoring(split, done, at_once=done == job.steps),
             )
             if found is not None:
-                job.observer.evaluation(done, found.split, found.scores, found.remarks)
                 return found
     return None
 
 
-def _save(job: Job, done: int) -> None:
+def _save(job: Job, done: int, *, only_best: bool) -> None:
     sync_buffers(job)
-    trainer = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
+    trainer: dict[str, Any] = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
+    if job.selection is not None:
+        trainer |= {"selection": job.selection.state(), "only_best": only_best}
     with memory.oom_context(job, done - 1, "save"):
         stall = job.checkpoints.save(done, job.engine, trainer)
     job.observer.event("checkpoint", step=done, stall_s=stall)

@@ -115,7 +115,12 @@ def _check_score(own: OwnTask, task: Task, score: Any) -> None:
             f"{own.label}: score returned {score!r:.80}, expected a muster.Score whose counts are numbers"
         )
     with named(own, "summarise"):
-        task.summarise(counts)
+        found = task.summarise(counts)
+    if missing := [name for name in task.facts.scores if name not in found]:
+        raise RecipeError(
+            f"{own.label}: scores declares {missing[0]!r}, which summarise does not return: it returned "
+            f"{', '.join(found) or 'nothing'}"
+        )
 
 
 def _refuse_mean(own: OwnTask, once: float, twice: float, units: int) -> None:

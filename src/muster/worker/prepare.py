@@ -43,6 +43,7 @@ from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 from muster.training.job import Job
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision
+from muster.training.selection import Selection, selection_for
 from muster.training.trial import try_task
 from muster.worker.results import write_data, write_plan
 
@@ -81,9 +82,11 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
         raise StartAgain(f"{error}; after the restart, nothing is compiled") from error
     if own := parse(recipe.task):
         try_task(own, task, engine, source, mesh, lambda: autocast(precision, mesh.device))
-    checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     steps = recipe.training.steps or loader.plan.steps_per_epoch * (recipe.training.epochs or 1)
     _check_decay(recipe, steps)
+    selection = selection_for(recipe, task, steps)
+    checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
+    owes = selection is not None and _restore(selection, resumed, checkpoints, recipe)
     observer = Observer(
         run.path,
         mesh.rank,
@@ -129,9 +132,23 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
         start=resumed.step,
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
+        selection=selection,
+        owes_evaluation=owes and resumed.step < steps,
         choices=choices,
         profile=Profile(run.path, mesh.rank, mesh.device, asked, resumed.step, steps),
     )
+
+
+def _restore(
+    selection: Selection, resumed: Resumed, checkpoints: Checkpoints, recipe: Recipe
+) -> bool:
+    """The best so far, from a checkpoint of this run: another run's are not here to be kept. Returns whether
+    the evaluation of the step it resumes at was due and not made."""
+    if resumed.saved is None or resumed.saved.path.parent != checkpoints.root:
+        return False
+    selection.load(resumed.trainer.get("selection") or {}, checkpoints.complete())
+    every = recipe.evaluation.every_steps
+    return every is not None and resumed.step % every == 0 and selection.step != resumed.step
 
 
 def _check_decay(recipe: Recipe, steps: int) -> None:

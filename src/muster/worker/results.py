@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,8 +19,15 @@ from muster.data.batches import BatchPlan
 from muster.data.splits import Split
 from muster.hardware import rehearsal
 from muster.observe.choices import PLAN_FILE, to_json
+from muster.observe.heartbeat import beat
 from muster.observe.observer import memory_gib
-from muster.observe.results import complete_steps, read_lines, summarise_metrics, write_json
+from muster.observe.results import (
+    best_step,
+    complete_steps,
+    read_lines,
+    summarise_metrics,
+    write_json,
+)
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
@@ -110,17 +117,41 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     that needed most, as it is planned; a pipeline's stages differ."""
     peak = max(job.mesh.gather(memory_gib()))
     final = final_scores(job, done)
+    best = None if final is None else best_scores(job, done, final.split)
     log_bad_rows(job.loader.source, job.mesh)
     if not job.mesh.first:
         return {}
-    return write_results(job, run, done, final, peak)
+    last = {} if final is None or best is None else {"last_scores": final.scores}
+    return write_results(job, run, done, best or final, peak, **last)
 
 
 def final_scores(job: Job, done: int) -> Evaluation | None:
     """Of a finished run: on test data if there is any, else on validation data."""
-    if done < job.steps or not job.recipe.evaluation.final:
+    if not (done == job.steps or job.ended_early) or not job.recipe.evaluation.final:
         return None
+    if done in job.validated and job.task.source("test") is None:
+        return job.validated[done]
     return score(job, done, "test", "validation")
+
+
+def best_scores(job: Job, done: int, split: str) -> Evaluation | None:
+    """Of the best checkpoint on the data of the last one's final scores; None where the last is the best. The
+    engine has the best weights from then on."""
+    chosen = job.selection
+    step = chosen.best_step if chosen and chosen.keeps else None
+    if step is None or step == done:
+        return None
+    if split == "validation" and step in job.validated:
+        return job.validated[step]
+    saved = job.checkpoints.at(step)
+    if saved is None:
+        log.warning(
+            "the best checkpoint, step-%d, is no longer there: only the last is scored", step
+        )
+        return None
+    beat("loading the best checkpoint")
+    job.checkpoints.load(saved, job.engine)
+    return score(job, step, cast(Split, split))
 
 
 def write_results(
@@ -148,8 +179,9 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     events = read_lines(run.path / "events.jsonl")
     saves = [event for event in events if event["event"] == "checkpoint"]
     whole = complete_steps(run.path)
+    chosen = best_step(job.checkpoints.root)
     return {
-        "status": "finished" if done == job.steps else "stopped",
+        "status": "finished" if done == job.steps or job.ended_early else "stopped",
         "total_time_s": time.time() - run.info()["created"],
         "world_size": job.mesh.world,
         "devices": environment["devices"],
@@ -163,7 +195,31 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "planned": planned,
         "measured": {**metrics["measured"], **_stalls(saves)},
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
-        "checkpoint": str(job.checkpoints.root / f"step-{whole[-1]}") if whole else None,
+        "best": _best_part(job, done, chosen),
+        "last_scores": {},
+        "checkpoint": _folder(job, whole[-1] if whole and chosen is None else chosen),
+        "last_checkpoint": _folder(job, whole[-1] if whole else None),
+    }
+
+
+def _folder(job: Job, step: int | None) -> str | None:
+    return None if step is None else str(job.checkpoints.root / f"step-{step}")
+
+
+def _best_part(job: Job, done: int, step: int | None) -> dict[str, Any] | None:
+    """Which checkpoint was chosen, by its score on validation data, and the last step's beside it."""
+    rule = job.selection
+    if rule is None or rule.best_step is None:
+        return None
+    return {
+        "step": rule.best_step,
+        "metric": rule.metric,
+        "better": rule.better[str(rule.metric)],
+        "score": rule.best,
+        "kept": step == rule.best_step,
+        "last_step": done,
+        "last_score": rule.score if rule.step == done else None,
+        "ended_early": rule.words() if rule.exhausted else None,
     }
 
 
