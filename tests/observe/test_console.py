@@ -192,8 +192,12 @@ RESULTS = {
 
 
 def test_the_results_table_holds_what_matters():
-    text = text_of(results_table(RESULTS | {"remarks": ["[why]"]}, "runs/[x]"))
+    told = {"remarks": ["[why]"], "overlap": ["[some]"], "unseen": False}
+    text = text_of(results_table(RESULTS | told, "runs/[x]"))
     assert "[why]" in text
+    assert "[some]" in text
+    assert "unseen" not in text
+    assert "unseen test data" in text_of(results_table(RESULTS | {"unseen": True}, "runs/[x]"))
     for words in (
         "finished: 200 steps in 5.0 min",
         "WER 12.34%, CER 5.00%",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.data import corpus
+from muster.data.overlap import Overlap, find_overlap, unseen
 from muster.data.splits import SPLITS, Split, listed
 from muster.workloads import Content
 
@@ -81,6 +82,7 @@ class Account:
     splits: list[SplitAccount]
     not_read: list[NotRead]
     notes: list[str]
+    overlaps: dict[Split, list[Overlap]] = field(default_factory=dict)  # with the training data
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -90,6 +92,11 @@ class Account:
                 {"file": str(found.file), "why": found.why} for found in self.not_read[:MOST_FILES]
             ],
             "notes": self.notes,
+            "overlap": {
+                split: [{**vars(part), "words": part.words(split)} for part in parts]
+                for split, parts in self.overlaps.items()
+            },
+            "unseen": {split: unseen(parts) for split, parts in self.overlaps.items()},
         }
 
     def lines(self) -> list[str]:
@@ -98,7 +105,8 @@ class Account:
         for split in SPLITS[1:]:
             if split not in [part.split for part in self.splits]:
                 words.append(f"{split}: none")
-        return words + self.notes + self.warnings()
+        found = [o.words(split) for split, parts in self.overlaps.items() for o in parts]
+        return words + self.notes + found + self.warnings()
 
     def warnings(self) -> list[str]:
         reasons: dict[str, list[Path]] = {}
@@ -115,6 +123,8 @@ def make_account(
     specs: Mapping[Split, str | None],
     content: Content | None,
     max_files: int | None = None,
+    *,
+    check_overlap: bool = True,
 ) -> Account:
     """Of a run whose recipe names the corpora `specs`; `sources` gives the samples of each split."""
     parts, not_read = [], []
@@ -125,10 +135,20 @@ def make_account(
             not_read += [
                 NotRead(path, "which no row of their metadata names") for path in unnamed()
             ]
+    overlaps = _overlaps(sources) if check_overlap else {}
     if content is None:  # a task of the user's own reads its data by itself
-        return Account(parts, [], [])
+        return Account(parts, [], [], overlaps)
     found, notes = _not_used(specs, content, max_files)
-    return Account(parts, not_read + found, notes)
+    return Account(parts, not_read + found, notes, overlaps)
+
+
+def _overlaps(sources: Callable[[Split], Source | None]) -> dict[Split, list[Overlap]]:
+    train, found = sources("train"), {}
+    for split in SPLITS[1:]:
+        source = sources(split)
+        if train is not None and source is not None:
+            found[split] = find_overlap(source, train)
+    return found
 
 
 def split_account(split: Split, source: Source) -> SplitAccount:

@@ -271,12 +271,15 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_column("value", overflow="fold")
     best = results.get("best") or {}
     if results["scores"]:
-        what = f"unseen {results['scored']} data"
+        known = "unseen " if results.get("unseen") else ""
+        what = f"{known}{results['scored']} data"
         if last := results.get("last_scores"):
             table.add_row(f"{what}, best: step {best['step']}", score_words(results["scores"]))
             table.add_row(f"{what}, last: step {best['last_step']}", score_words(last))
         else:
             table.add_row(what, score_words(results["scores"]))
+        for words in results.get("overlap", []):
+            table.add_row("", escape(words))
         for remark in results.get("remarks", []):
             table.add_row("", escape(remark))
         for why, count in results.get("not_scored", {}).items():

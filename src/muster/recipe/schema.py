@@ -62,6 +62,11 @@ class Evaluation(Section):
         description="Samples per rank and evaluation batch. `auto`: as many as training holds at a "
         "time, at most 32.",
     )
+    check_overlap: bool = free(
+        True,
+        description="Before the first step, look for text, audio and images of the validation and test data "
+        "in the training data. Only what was compared is called unseen.",
+    )
     max_samples: Positive | None = free(
         None,
         description="Score at most so many samples of a split, spread evenly over it. Default: all.",

@@ -98,7 +98,13 @@ def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
     specs: dict[Split, str | None]
     specs = {"train": data.train, "validation": data.validation, "test": data.test}
     content = task.facts.content
-    account = make_account(task.source, specs, content, data.max_parquet_files)
+    account = make_account(
+        task.source,
+        specs,
+        content,
+        data.max_parquet_files,
+        check_overlap=recipe.evaluation.check_overlap,
+    )
     write_json(run.path / DATA_FILE, account.to_json())
     lines = account.lines()
     for line in lines:
@@ -163,7 +169,7 @@ def write_results(
     **changes: Any,
 ) -> dict[str, Any]:
     """training_results.json, and the end of the run in run.json."""
-    results = results_page(job, run, done) | scores_part(final) | changes
+    results = results_page(job, run, done) | scores_part(final) | seen_part(run, final) | changes
     if peak_gib is not None:
         results["measured"]["memory_gib"] = peak_gib
     write_json(run.path / "training_results.json", results)
@@ -232,6 +238,17 @@ def scores_part(final: Evaluation | None) -> dict[str, Any]:
         "remarks": final.remarks if final else [],
         "worst": [vars(example) for example in final.worst] if final else [],
     }
+
+
+def seen_part(run: run_directory.Run, final: Evaluation | None) -> dict[str, Any]:
+    """Whether the scored data are known not to be training data, and what is in both."""
+    path = run.path / DATA_FILE
+    if final is None or not path.is_file():
+        return {}
+    data = json.loads(path.read_text())
+    found = [part for part in data["overlap"].get(final.split, []) if part["decisive"]]
+    told = [part["words"] for part in found if part["seen"] or part["unchecked"]]
+    return {"unseen": data["unseen"].get(final.split, False), "overlap": told}
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:

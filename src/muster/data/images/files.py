@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
@@ -90,6 +91,7 @@ class ImageRow(NamedTuple):
     label: Label | None
     channels: int
     problem: str | None
+    digest: str  # of its pixels
 
 
 class ParquetImages:
@@ -149,8 +151,8 @@ class ParquetImages:
         path, (image, label) = self.paths[file], self._columns[file]
         groups = range(self._readers[file].num_row_groups)
         labels = [x for group in groups for x in self._read(file, group, label).to_pylist()]
-        of = stamp(path, image)
-        checks = load_index(path, image)
+        of = stamp(path, f"{image} with digests")
+        checks = load_index(path, of["column"])
         if checks is None:
             log.info("checking %d images of %s", len(labels), path.name)
             checks, cacheable = [], True
@@ -163,9 +165,16 @@ class ParquetImages:
                 save_index(path, of, checks)
         return [
             ImageRow(
-                file, i, name, int(channels or 0), "the label is empty" if name is None else problem
+                file,
+                i,
+                name,
+                int(channels or 0),
+                "the label is empty" if name is None else problem,
+                digest,
             )
-            for i, (name, (channels, problem)) in enumerate(zip(labels, checks, strict=True))
+            for i, (name, (channels, problem, digest)) in enumerate(
+                zip(labels, checks, strict=True)
+            )
         ]
 
     def _check_bad_rows(self, rows: list[ImageRow], max_bad_fraction: float) -> None:
@@ -185,6 +194,9 @@ class ParquetImages:
             FileAccount(str(path), counts[i], {}, dict(self.problems.files.get(str(path), {})))
             for i, path in enumerate(self.paths)
         ]
+
+    def digests(self) -> list[str]:
+        return [row.digest for row in self.rows]
 
     def _group(self, file: int, group: int) -> pa.ChunkedArray:
         key = (file, group)
@@ -241,11 +253,18 @@ def _encoded(cell: Any, folder: Path) -> bytes | Path:
     return cell if isinstance(cell, bytes) else folder / cell
 
 
-def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None]:
-    """Channels of an image, or its problem."""
+def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None, str]:
+    """Channels of an image, or its problem; and a digest of its pixels, or of a JPEG's bytes, since of that
+    a smaller image was decoded."""
     try:
-        image = decode(_encoded(cell, folder), draft=True)
+        encoded = _encoded(cell, folder)
+        image = decode(encoded, draft=True)
     except DataError as error:
-        return None, str(error)
+        return None, str(error), ""
     grey = image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
-    return 1 if grey else 3, None
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=8)
+    if image.format == "JPEG":
+        digest.update(encoded if isinstance(encoded, bytes) else encoded.read_bytes())
+    else:
+        digest.update(image.tobytes())
+    return 1 if grey else 3, None, digest.hexdigest()

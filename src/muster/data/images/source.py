@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from muster.data.account import FileAccount
 from muster.data.corpus import DIGITS, Split
 from muster.data.images.files import GREY, Label, ParquetImages, Pixels, Scale, fit, pillow
+from muster.data.overlap import Overlap, named_pairs, pairs
 from muster.errors import DataError, MusterError
 
 MAGIC = {"images": (0x803, 16), "labels": (0x801, 8)}  # of an IDX file: first word, bytes of header
@@ -40,6 +42,9 @@ class Images(Protocol):
     def name(self, index: int) -> str: ...
     def pixels(self, index: int, channels: int, size: int) -> Pixels: ...
     def account(self) -> list[FileAccount]: ...
+    def digests(self) -> list[str]:
+        """Of the pixels of each image."""
+        ...
 
 
 def read(
@@ -74,6 +79,12 @@ class ArrayImages:
 
     def account(self) -> list[FileAccount]:
         return [FileAccount(self.source, len(self.labels))]
+
+    def digests(self) -> list[str]:
+        shape = str(self.array.shape[1:])
+        return [
+            shape + hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in self.array
+        ]
 
     def pixels(self, index: int, channels: int, size: int) -> Pixels:
         if channels == 1 and self.array.shape[1:] == (size, size):
@@ -195,6 +206,12 @@ class ImageSource:
 
     def account(self) -> list[FileAccount]:
         return self.images.account()
+
+    def overlap(self, train: ImageSource) -> list[Overlap]:
+        """Images with the same pixels."""
+        mine, theirs = (dict(enumerate(part.images.digests())) for part in (self, train))
+        found = pairs(mine, theirs)
+        return [Overlap("pixels", len(found), len(self), "images", named_pairs(found, self, train))]
 
     def load(self, index: int) -> ImageSample:
         pixels = self._cache.get(index)

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from muster.data.account import FileAccount
+from muster.data.overlap import Overlap
 from muster.data.problems import Problems
 from muster.data.speech import audio
 from muster.data.speech.files import AudioFiles, Rows, Texts
 from muster.data.speech.folder import FolderClips
 from muster.data.speech.index import Progress
+from muster.data.speech.overlap import clip_overlap
 from muster.data.speech.vocabulary import Vocabulary, normalise
 from muster.data.speech.windows import LONGEST
 from muster.errors import DataError
@@ -147,6 +149,14 @@ class SpeechSource:
                     self._cache[index] = samples
                     self._cached_bytes += samples.nbytes
         return SpeechSample(index, samples, self.texts[index])
+
+    def peek(self, index: int) -> audio.Samples:
+        """The samples, without an effect on what is cached or counted."""
+        samples = self._cache.get(index)
+        return self._decode(index) if samples is None else samples
+
+    def overlap(self, train: SpeechSource) -> list[Overlap]:
+        return clip_overlap(self, train)
 
     def _decode(self, index: int) -> audio.Samples:
         row, most = self.rows[index], self.limits.max_seconds

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from muster.data import cache
 from muster.data.account import FileAccount
 from muster.data.loader import IGNORE
+from muster.data.overlap import Documents, Overlap, text_overlap
 from muster.data.problems import Problems
 from muster.data.text.chat_template import ChatTemplate
 from muster.data.text.conversations import ASSISTANT, read_conversations
@@ -115,6 +116,10 @@ class ChatSource:
         """The first row of the sequence."""
         row = self.sequences[index][0]
         return row_name(self.paths[int(self.rows.files[row])], int(self.rows.row_numbers[row]))
+
+    def overlap(self, train: ChatSource) -> list[Overlap]:
+        mine, theirs = (Documents(rows.tokens, rows.starts) for rows in (self.rows, train.rows))
+        return [text_overlap(mine, theirs)]
 
     def account(self) -> list[FileAccount]:
         """The rows of each file, and what they hold. A row may be several where the template makes it so."""

@@ -12,6 +12,7 @@ a name made of the files' identities and the tokenizer, and mapped into memory b
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 
 from muster.data import cache
 from muster.data.account import FileAccount
+from muster.data.overlap import Documents, Overlap, text_overlap
 from muster.data.problems import Problems
 from muster.data.text.arrangement import Packing, arrange
 from muster.data.text.documents import Document, read_documents, row_name
@@ -147,6 +149,20 @@ class PackedSource:
             positions=numbers - np.maximum.accumulate(np.where(restarts, numbers, 0)),
         )
 
+    def overlap(self, train: PackedSource) -> list[Overlap]:
+        """Text that is in the training text too. Found once for each pair of streams."""
+        mine, theirs = self.stream, train.stream
+        saved = theirs.folder / f"overlap-{mine.folder.name}.json"
+        try:
+            return [Overlap(**json.loads(saved.read_text()))]
+        except (OSError, ValueError, TypeError):
+            found = text_overlap(mine.as_documents(), theirs.as_documents(), mine.bytes_per_token)
+        with contextlib.suppress(OSError):
+            temporary = saved.with_name(f".{saved.name}.{os.getpid()}")
+            temporary.write_text(json.dumps(vars(found)))
+            os.replace(temporary, saved)
+        return [found]
+
     def account(self) -> list[FileAccount]:
         """The documents of each file, and what they hold."""
         stream, files = self.stream, len(self.paths)
@@ -190,6 +206,16 @@ class TokenStream:
     rows: int  # documents looked at
     bad: Problems
     empty: dict[str, int]  # documents without a character, by the number of their file
+    folder: Path  # in the cache
+
+    def as_documents(self) -> Documents:
+        """Each with the `end` after it."""
+        return Documents(self.tokens, np.append(self.starts + 1, len(self.tokens)))
+
+    @property
+    def bytes_per_token(self) -> float:
+        part = self.sizes[:SAMPLED]
+        return float(part.sum(dtype=np.int64)) / max(1, len(part))
 
     def bytes_of(self, positions: NDArray[np.int64]) -> int:
         low = np.searchsorted(self.large, positions)
@@ -249,7 +275,7 @@ def _load(folder: Path) -> TokenStream | None:
     except (OSError, ValueError):
         return None
     bad = Problems.from_json(about["bad"])
-    return TokenStream(**arrays, rows=about["rows"], bad=bad, empty=about["empty"])
+    return TokenStream(**arrays, rows=about["rows"], bad=bad, empty=about["empty"], folder=folder)
 
 
 def _make(

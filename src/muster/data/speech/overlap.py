@@ -1,0 +1,88 @@
+"""Clips of a split that are in the training data too, by their sound."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.data.overlap import Overlap, named_pairs, pairs
+from muster.data.speech.audio import Waveform
+from muster.errors import DataError
+
+if TYPE_CHECKING:
+    from muster.data.speech.source import SpeechSource
+
+MOST_SECONDS = 10 * 3600.0  # of audio that is read to compare it
+TICKS = 16_000  # durations are compared in such parts of a second
+
+
+def clip_overlap(source: SpeechSource, train: SpeechSource) -> list[Overlap]:
+    """By audio, and by text. Only clips of equal duration can have the same audio: the bytes of those are
+    compared, and of those that have the same text as well also the samples, which are the same in another
+    lossless form. Where too many are of equal duration, only such are compared."""
+    mine, theirs = _texts(source), _texts(train)
+    same_text = pairs(mine, theirs)
+    text = Overlap("text", len(same_text), len(source), "clips", decisive=False)
+    ticks = _ticks(source), _ticks(train)
+    alike, them = _equal(*ticks)
+    said = [
+        {i: (int(span[i]), texts[i]) for i in chosen}
+        for span, texts, chosen in ((ticks[0], mine, alike), (ticks[1], theirs, them))
+    ]
+    common = set(said[0].values()) & set(said[1].values())
+    close = [[i for i, key in keys.items() if key in common] for keys in said]
+    found = pairs(_digests(source, close[0], _samples), _digests(train, close[1], _samples))
+    note = "only clips of equal text were compared, since there are so many of equal duration"
+    if source.lengths[alike].sum() + train.lengths[them].sum() <= MOST_SECONDS:
+        found = pairs(_digests(source, alike, _bytes), _digests(train, them, _bytes)) | found
+        note = ""
+    names = named_pairs(found, source, train)
+    audio = Overlap("audio", len(found), len(source), "clips", names, note)
+    return [audio, text]
+
+
+def _equal(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """The clips whose duration some clip of the other split has."""
+    both = np.isin(mine, theirs), np.isin(theirs, mine)
+    return np.flatnonzero(both[0]).tolist(), np.flatnonzero(both[1]).tolist()
+
+
+def _ticks(source: SpeechSource) -> NDArray[np.int64]:
+    return np.round(source.rows.seconds * TICKS).astype(np.int64)
+
+
+def _texts(source: SpeechSource) -> dict[int, int]:
+    """A hash of each text, without case and punctuation."""
+    return {i: hash(re.sub(r"[\W_]+", " ", t).strip().lower()) for i, t in enumerate(source.texts)}
+
+
+def _samples(source: SpeechSource, clip: int) -> bytes:
+    return source.peek(clip).tobytes()
+
+
+def _bytes(source: SpeechSource, clip: int) -> bytes | memoryview:
+    found = source.files.clip(source.rows[clip])
+    if isinstance(found, Path):
+        return found.read_bytes()
+    return found.samples.tobytes() if isinstance(found, Waveform) else found
+
+
+def _digests(
+    source: SpeechSource,
+    clips: Iterable[int],
+    content: Callable[[SpeechSource, int], bytes | memoryview],
+) -> dict[int, bytes]:
+    """Of each clip that can be read."""
+    found = {}
+    for i in clips:
+        try:
+            found[i] = hashlib.blake2b(content(source, i), digest_size=16).digest()
+        except (DataError, OSError):
+            continue  # found, and told, when it is used
+    return found
