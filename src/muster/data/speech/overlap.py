@@ -68,8 +68,8 @@ def _samples(source: SpeechSource, clip: int) -> bytes:
 
 def _bytes(source: SpeechSource, clip: int) -> bytes | memoryview:
     found = source.files.clip(source.rows[clip])
-    if isinstance(found, Path):
-        return found.read_bytes()
+    if isinstance(found, str | Path):
+        return Path(found).read_bytes()
     return found.samples.tobytes() if isinstance(found, Waveform) else found
 
 
