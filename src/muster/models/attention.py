@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from muster.models import varlen
 from muster.models.configs import DecoderConfig
+from muster.models.varlen import Documents
 
 
 class Cache:
@@ -78,7 +80,7 @@ class Attention(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, rotary: Rotary | None, documents: Tensor | None, cache: Cache | None
+        self, x: Tensor, rotary: Rotary | None, documents: Documents | None, cache: Cache | None
     ) -> Tensor:
         """x [batch, time, width]. Heads and time are read off the projections: a rank may hold some
         of the heads, and between layers only a shard of the sequence."""
@@ -103,13 +105,16 @@ class Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         past: int,
         config: DecoderConfig,
         dropout: float,
     ) -> Tensor:
         """Causal attention of `[batch, heads, time, size]`; an instance may replace it."""
-        mask = attention_mask(config, q.shape[2], past, documents, q.device)
+        numbers, edges = documents or (None, None)
+        if edges is not None and varlen.applies(q, documents, past, dropout):
+            return varlen.attend(q, k, v, edges, config.window)
+        mask = attention_mask(config, q.shape[2], past, numbers, q.device)
         return F.scaled_dot_product_attention(
             q,
             k,

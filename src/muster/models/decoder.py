@@ -20,6 +20,7 @@ from muster.models.attention import Attention, Cache, RMSNorm, Rotary, rotations
 from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu, residual_stream
 from muster.models.plan import ParallelPlan, Split
+from muster.models.varlen import Documents, documents_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class DecoderBlock(nn.Module):
         self,
         x: Tensor,
         rotary: Rotary | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
         x = x + self._drop(self.attention(self.attention_norm(x), rotary, documents, cache))
@@ -164,17 +165,19 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         cache: Cache | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """`positions` [batch, time] replace 0, 1, 2 …; tokens of different `documents`
-        [batch, time] do not see each other."""
+        [batch, time] do not see each other. `starts` [batch, count], where documents begin, lets a
+        faster kernel see to that."""
         past = cache.length if cache is not None else 0
         rotary = self._rotary(x, positions, past)
         if self.part.first:
             assert self.embed is not None
             x = self.embed(x, positions, past)
-        x = residual_stream(x)
+        x, apart = residual_stream(x), documents_of(documents, starts)
         for block in self.blocks.values():
-            x = block(x, rotary, documents, cache)
+            x = block(x, rotary, apart, cache)
         if self.norm is not None and self.head is not None:
             x = self.head(self.norm(x))
         return x

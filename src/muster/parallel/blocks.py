@@ -32,6 +32,8 @@ SAVED_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 
+VARLEN = "torch_attn._varlen_attn.default"  # registered when it is first imported
+
 
 def find_blocks(
     model: nn.Module, names: Sequence[str], key: str, *, stage: bool = False
@@ -76,7 +78,8 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Calla
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = op in SAVED_OPS or str(op) == VARLEN
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def prepare_norms(model: nn.Module, recipe: Recipe) -> None:

@@ -19,6 +19,7 @@ from muster.data.loader import Batch
 from muster.models.attention import Attention
 from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu
+from muster.models.varlen import Documents
 from muster.parallel.layout import Layout
 
 PER_TOKEN = ("tokens", "targets", "positions")  # of a batch; [batch, time]
@@ -76,15 +77,16 @@ class ContextAttention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None,
+        documents: Documents | None,
         past: int,
         config: DecoderConfig,
         dropout: float,
     ) -> Tensor:
         """q, k and v are this rank's; `documents` are those of whole sequences."""
+        numbers = documents[0] if documents else None
         k, v = self._whole(torch.stack([k, v])).unbind()
         mixed = [
-            _attend(own, k, v, chunk * own.shape[2], documents, config, dropout)
+            _attend(own, k, v, chunk * own.shape[2], numbers, config, dropout)
             for own, chunk in zip(q.chunk(2, 2), self.part.chunks, strict=True)
         ]
         return torch.cat(mixed, 2)

@@ -95,7 +95,7 @@ class Data(Section):
     isolate_documents: bool = fixed(
         False,
         description="Neither attention nor positions cross from one document into the next within a "
-        "packed sequence. Costs the fast causal attention kernel.",
+        "packed sequence. On NVIDIA GPUs in half precision by torch's variable-length kernel, elsewhere by a mask.",
     )
     image_size: Annotated[int, Field(ge=8)] | None = fixed(
         None, description="Images are scaled to this height and width. Default: the model's own."

@@ -17,7 +17,7 @@ from muster.data import corpus
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch, Inputs, Source
 from muster.data.text import tokenizers as tokens
-from muster.data.text.packing import PackedSample, PackedSource
+from muster.data.text.packing import PackedSample, PackedSource, document_starts
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
@@ -118,7 +118,8 @@ class CausalLM(Task):
             documents[row, :time], positions[row, :time] = sample.documents, sample.positions
         arrays = {"tokens": inputs, "targets": targets}
         if self.isolates:
-            arrays |= {"positions": positions, "documents": documents}
+            starts = document_starts(documents, max(sample.room for sample in samples))
+            arrays |= {"positions": positions, "documents": documents, "starts": starts}
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         units = sum(len(sample.tokens) - 1 for sample in samples)
         return Batch(
@@ -134,6 +135,8 @@ class CausalLM(Task):
         names: tuple[str, ...] = ("positions",) if batch.part is not None else ()
         if self.isolates:
             names = ("positions", "documents")
+            if isinstance(self.config, DecoderConfig):
+                names += ("starts",)
         return Inputs((batch["tokens"],), {name: batch[name] for name in names})
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
@@ -224,6 +227,7 @@ class CausalLM(Task):
             max_bad_fraction=self.recipe.data.max_bad_fraction,
             packing=self.recipe.data.sequence_packing if split == "train" else "fixed",
             seed=self.recipe.seed,
+            isolated=self.isolates,
         )
 
     def _files(self, split: Split) -> list[Path]:

@@ -17,6 +17,7 @@ from muster.data.loader import IGNORE, Batch
 from muster.data.text.chat import ChatSample, ChatSource
 from muster.data.text.chat_template import ChatTemplate, find_template
 from muster.data.text.conversations import are_chat
+from muster.data.text.packing import document_starts
 from muster.errors import DataError
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Score
@@ -58,7 +59,8 @@ class ChatLM(CausalLM):
             documents[row, time:] = sample.documents[-1] + 1
         arrays = {"tokens": inputs, "targets": targets}
         if self.isolates:
-            arrays |= {"positions": positions, "documents": documents}
+            starts = document_starts(documents, max(sample.room for sample in samples))
+            arrays |= {"positions": positions, "documents": documents, "starts": starts}
         filled = sum(len(sample.inputs) for sample in samples)
         return Batch(
             ids=[sample.id for sample in samples],

@@ -47,6 +47,14 @@ class Arrangement:
         within = self._on_ring(positions) - self.starts[numbers]
         return self.stored[self.document(numbers)] + within, within
 
+    def most_documents(self, length: int, count: int) -> int:
+        """In any of the epoch's first `count` sequences of `length`."""
+        begin = np.arange(count) * length
+        last = np.minimum(begin + length, self.total) - 1
+        first, final = self.number(begin), self.number(last)
+        around = len(self.starts) * (self._on_ring(last) < self._on_ring(begin))
+        return int((final - first + around).max()) + 1
+
     def _on_ring(self, position: Any) -> Any:
         return (position + self.offset) % self.total
 

@@ -49,6 +49,9 @@ class ChatSample:
     targets: NDArray[np.int64]  # [time], IGNORE where no reply is predicted
     documents: NDArray[np.int64]  # [time] which of the sequence's rows an input belongs to
     positions: NDArray[np.int64]  # [time] restart with each row
+    room: int = (
+        2  # for documents in a batch of its source: the most rows of a sequence, and padding
+    )
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,17 @@ class ChatSource:
         places = np.minimum(self.rows.lengths[used] - 1, length)
         self.sequences = pack_rows(places, used, length) if pack else [[row] for row in used]
         self.lengths = np.full(len(self.sequences), float(length))
+        self.room = max(map(len, self.sequences)) + 1
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     def load(self, index: int) -> ChatSample:
         parts = [self._row(number, row) for number, row in enumerate(self.sequences[index])]
-        return ChatSample(index, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+        inputs, targets, documents, positions = (
+            np.concatenate(arrays) for arrays in zip(*parts, strict=True)
+        )
+        return ChatSample(index, inputs, targets, documents, positions, self.room)
 
     def name(self, index: int) -> str:
         """The first row of the sequence."""

@@ -34,7 +34,7 @@ from muster.data import cache
 from muster.data.account import FileAccount
 from muster.data.overlap import Documents, Overlap, text_overlap
 from muster.data.problems import Problems
-from muster.data.text.arrangement import Packing, arrange
+from muster.data.text.arrangement import Arrangement, Packing, arrange
 from muster.data.text.documents import Document, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
@@ -59,6 +59,7 @@ class PackedSample:
     bytes: int  # of text that the targets stand for
     documents: NDArray[np.int64]  # [time] which document of the sequence an input belongs to
     positions: NDArray[np.int64]  # [time] restart with each document
+    room: int = 2  # for documents in a batch of its source: the most of a sequence, and padding
 
 
 class PackedSource:
@@ -81,6 +82,7 @@ class PackedSource:
         max_bad_fraction: float = 0.01,
         packing: Packing = "fixed",
         seed: int = 0,
+        isolated: bool = False,
     ) -> None:
         self.paths, self.length = list(paths), length
         self.broken: dict[int, str] = {}
@@ -100,7 +102,8 @@ class PackedSource:
         if (rest := targets - count * length) > 0:
             self.left_out[REST if packing == "fixed" else MOVING_REST] = rest
         self.packing, self.seed = packing, seed
-        self.arrangement = arrange("fixed", self.stream.starts, targets, seed, 0)
+        self.isolated = isolated
+        self._set_arrangement(arrange("fixed", self.stream.starts, targets, seed, 0))
         self._epoch: int | None = None
         self._epochs: dict[int, PackedSource] = {}
         self._lock = threading.Lock()
@@ -112,14 +115,22 @@ class PackedSource:
         with self._lock:  # or every thread of a loader arranges the next epoch
             if epoch not in self._epochs:
                 made, whole = copy.copy(self), self.arrangement
-                made.arrangement = arrange(
-                    self.packing, whole.stored, whole.total, self.seed, epoch
+                made._set_arrangement(
+                    arrange(self.packing, whole.stored, whole.total, self.seed, epoch)
                 )
                 made._epoch = epoch
                 for other in list(self._epochs)[: 1 - EPOCHS_HELD]:
                     del self._epochs[other]
                 self._epochs[epoch] = made
             return self._epochs[epoch]
+
+    def _set_arrangement(self, arrangement: Arrangement) -> None:
+        """With room for the most documents of a sequence, where a batch tells them apart. A multiple of 8,
+        so that epochs have the same shapes."""
+        self.arrangement, self.room = arrangement, 2
+        if self.isolated:
+            most = arrangement.most_documents(self.length, len(self.lengths))
+            self.room = -(-(most + 1) // 8) * 8
 
     def fingerprint(self) -> bytes:
         """Hash of a sample of the tokens, and of the documents where their order changes."""
@@ -147,6 +158,7 @@ class PackedSource:
             bytes=self.stream.bytes_of(inputs + 1),
             documents=np.cumsum(restarts),
             positions=numbers - np.maximum.accumulate(np.where(restarts, numbers, 0)),
+            room=self.room,
         )
 
     def overlap(self, train: PackedSource) -> list[Overlap]:
@@ -190,6 +202,16 @@ class PackedSource:
 
     def preload(self, threads: int) -> None:
         """Nothing to do: the stream is memory-mapped."""
+
+
+def document_starts(documents: NDArray[np.int64], room: int) -> NDArray[np.int32]:
+    """Of `documents` [batch, time]: where each begins in its sequence, then the length, [batch, room]."""
+    batch, time = documents.shape
+    starts = np.full((batch, room), time, np.int32)
+    for row, numbers in enumerate(documents):
+        places = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+        starts[row, : len(places)] = places
+    return starts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Attention inside documents by torch's variable-length kernel.
+
+A mask that keeps the documents of a sequence apart costs the fast causal kernel. The variable-length
+kernel needs no mask: it takes the batch laid flat, and where in it each document begins, so it
+computes only what tokens may see. It runs on NVIDIA GPUs from Ampere on, in half precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Which document each token is of, [batch, time]; and, where the kernel can run, where in the batch laid
+# flat each begins, and its end, [count + 1].
+Documents = tuple[Tensor, Tensor | None]
+
+HALVES = (torch.float16, torch.bfloat16)
+AMPERE = (8, 0)
+WIDEST_HEAD = 256
+
+
+def documents_of(documents: Tensor | None, starts: Tensor | None) -> Documents | None:
+    """`starts` [batch, count]: where documents begin in each sequence, then its length, as often as there
+    is room. It may be missing."""
+    if documents is None:
+        return None
+    if starts is None or not kernel_runs(starts.device):
+        return documents, None
+    return documents, edges_of(starts, documents.shape[1])
+
+
+def edges_of(starts: Tensor, time: int) -> Tensor:
+    """Where documents begin in the batch laid flat, and its end. What only fills up `starts` becomes
+    documents without a token."""
+    rows = torch.arange(len(starts), device=starts.device)[:, None] * time
+    end = torch.full((1,), len(starts) * time, device=starts.device)
+    return torch.cat([(starts + rows).flatten(), end]).int()
+
+
+def applies(q: Tensor, documents: Documents | None, past: int, dropout: float) -> bool:
+    """Whether this attention can be left to the kernel."""
+    edges = None if documents is None else documents[1]
+    half, narrow = q.dtype in HALVES, q.shape[-1] <= WIDEST_HEAD
+    return edges is not None and past == 0 and not dropout and half and narrow
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, window: int | None) -> Tensor:
+    """Causal attention inside documents of `[batch, heads, time, size]`; k and v may have fewer heads."""
+    batch, _, time, _ = q.shape
+    grouped = q.shape[1] != k.shape[1]
+    function = _function()
+    assert function is not None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    reach = (-1 if window is None else window - 1, 0)  # to the left; 0: causal
+    mixed: Tensor = function(
+        q, k, v, edges, edges, time, time, window_size=reach, enable_gqa=grouped
+    )
+    return mixed.unflatten(0, (batch, time)).transpose(1, 2)
+
+
+@cache
+def _function() -> Callable[..., Any] | None:
+    """torch's, if this torch has it with windows and groups of heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
+    return varlen_attn if known else None
+
+
+@cache
+def kernel_runs(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= AMPERE and _function() is not None
