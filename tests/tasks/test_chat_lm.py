@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
+import muster
 from chats import CHATML, write_model, write_rows
+from muster import run_directory
 from muster.checks.parity import distance, short_recipe, training_curve
 from muster.data.loader import IGNORE
 from muster.errors import RecipeError
+from muster.observe.console import results_table
+from muster.observe.results import read_lines
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.causal_lm import CausalLM
 from muster.tasks.chat import ChatLM
+from muster.training.loop import train
+from muster.worker.results import finish
 from tasks.test_causal_lm import call, fill
-from training import run_training
+from training import make_job
 
 ROWS = 24
 
@@ -115,12 +121,56 @@ def test_packed_rows_train_as_rows_alone_on_two_ranks(ranks, folder, tmp_path):
     assert found.small, found
 
 
-def test_the_shipped_recipe_trains_adapters_on_the_replies(ranks, folder, tmp_path):
+def train_to_the_end(mesh, place: str, words: list[str]) -> dict:
+    job = make_job(mesh, place, words, "chat")
+    run = run_directory.Run(Path(place))
+    if mesh.first:
+        run.update(created=0.0)
+    results = finish(job, run, train(job))
+    job.observer.close()
+    return results
+
+
+def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
+    """On two ranks that share the weights; the answers are those that the checkpoint gives."""
     pytest.importorskip("peft")
-    few = options(folder, "training.epochs=8", "training.global_batch_size=2", "training.lr=2e-2")
-    lines = ranks(1)(run_training, str(tmp_path), [*few, "evaluation.final=false"], "chat")[0]
+    words = options(
+        folder,
+        "training.epochs=4",
+        "training.global_batch_size=2",
+        "training.lr=4e-2",
+        "distributed.strategy=fsdp",
+        "training.precision=fp32",
+        "evaluation.answers=2",
+        "evaluation.answer_tokens=12",
+    )
+    results = ranks(2)(train_to_the_end, str(tmp_path), words)[0]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
     assert {name for name in lines[0] if "token" in name} == {"tokens_per_s"}
+    assert set(results["scores"]) == {"loss", "perplexity", "tokens"}
+    loaded = muster.load(tmp_path)
+    rows = (folder / "rows" / "validation.jsonl").read_text().splitlines()
+    assert [found["row"].rpartition(" ")[2] for found in results["answers"]] == ["0", "3"]
+    for found in results["answers"]:
+        messages = json.loads(rows[int(found["row"].rpartition(" ")[2])])["messages"]
+        expected = loaded.answer(messages[:-1], max_tokens=12, temperature=0)
+        assert found["answer"].rstrip("\ufffd") == expected.rstrip("\ufffd")
+        assert found["expected"] == messages[-1]["content"]
+        assert all(message["content"] in found["asked"] for message in messages[:-1])
+    shown = "".join(str(c) for column in results_table(results, "x").columns for c in column.cells)
+    assert results["answers"][0]["answer"][:20].strip() in shown
+
+
+def test_questions_that_leave_no_room_are_not_asked(folder):
+    source = task_of(folder, "data.pack_rows=false").source("validation")
+    every = source.questions(100, 255)
+    assert len(every) == 7
+    lengths = [len(question.asked) for question in every]
+    some = sum(length <= 70 for length in lengths)
+    assert 0 < some < 7
+    assert len(source.questions(100, 70)) == some
+    assert source.questions(3, 4) == []
 
 
 def test_a_model_that_cannot_isolate_rows_says_which_key_to_change(folder, monkeypatch):

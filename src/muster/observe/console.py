@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 10.0
+SHOWN_TEXT = 200  # characters of a question or an answer
 ACTIVE = ("queued", "starting", "running")
 
 
@@ -285,6 +286,9 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         for why, count in results.get("not_scored", {}).items():
             if why.startswith("beyond"):
                 table.add_row("not scored", escape(f"{count} {why}"))
+    for answer in results.get("answers", []):
+        table.add_row("asked", escape(_end_of(answer["asked"])))
+        table.add_row("answered", escape(_start_of(answer["answer"])))
     if best:
         table.add_row("best checkpoint", best_words(best))
     speed = f"{rates['samples_per_s']:.1f} samples/s"
@@ -314,6 +318,16 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
     return table
+
+
+def _end_of(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= SHOWN_TEXT else f"… {text[-SHOWN_TEXT:]}"
+
+
+def _start_of(text: str) -> str:
+    text = text.strip()
+    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]} …"
 
 
 def best_words(best: dict[str, Any]) -> str:

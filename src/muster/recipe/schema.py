@@ -71,6 +71,12 @@ class Evaluation(Section):
         None,
         description="Score at most so many samples of a split, spread evenly over it. Default: all.",
     )
+    answers: Count = free(
+        3,
+        description="Chat rows: of the scored data, so many questions that the trained model answers in the "
+        "results; 0: none.",
+    )
+    answer_tokens: Positive = free(64, description="The most tokens of such an answer.")
     decoder: Literal["greedy", "beam"] = free(
         "greedy", description="`beam`: CTC prefix-beam search, or Whisper's beam search."
     )

@@ -33,6 +33,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
+from muster.training.answers import answers
 from muster.training.evaluate import Evaluation, log_bad_rows
 from muster.training.job import Job
 from muster.training.loop import score
@@ -125,9 +126,12 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     final = final_scores(job, done)
     best = None if final is None else best_scores(job, done, final.split)
     log_bad_rows(job.loader.source, job.mesh)
+    said = [] if final is None else answers(job, cast(Split, final.split))
     if not job.mesh.first:
         return {}
-    last = {} if final is None or best is None else {"last_scores": final.scores}
+    last: dict[str, Any] = {} if final is None or best is None else {"last_scores": final.scores}
+    if said:
+        last["answers"] = [vars(answer) for answer in said]
     return write_results(job, run, done, best or final, peak, **last)
 
 
@@ -203,6 +207,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
         "best": _best_part(job, done, chosen),
         "last_scores": {},
+        "answers": [],
         "checkpoint": _folder(job, whole[-1] if whole and chosen is None else chosen),
         "last_checkpoint": _folder(job, whole[-1] if whole else None),
     }

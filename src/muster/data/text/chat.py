@@ -55,6 +55,15 @@ class ChatSample:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A conversation up to its last reply, and that reply."""
+
+    name: str
+    asked: list[int]
+    expected: list[int]
+
+
+@dataclass(frozen=True)
 class ChatRows:
     """All rows of some files, one after the other."""
 
@@ -121,8 +130,26 @@ class ChatSource:
 
     def name(self, index: int) -> str:
         """The first row of the sequence."""
-        row = self.sequences[index][0]
+        return self._row_name(self.sequences[index][0])
+
+    def _row_name(self, row: int) -> str:
         return row_name(self.paths[int(self.rows.files[row])], int(self.rows.row_numbers[row]))
+
+    def questions(self, count: int, longest: int) -> list[Question]:
+        """Of `count` of the rows whose question has at most `longest` tokens, spread evenly over them."""
+        rows, found = self.rows, []
+        replied = np.flatnonzero(np.diff(rows.replies.astype(np.int8), prepend=0) == 1)
+        begins = replied[np.searchsorted(replied, rows.starts[1:]) - 1]  # of each row's last reply
+        fits = self.used[begins[self.used] - rows.starts[self.used] <= longest]
+        for row in fits[
+            np.arange(min(count, len(fits))) * len(fits) // max(1, min(count, len(fits)))
+        ]:
+            start, begin, end = int(rows.starts[row]), int(begins[row]), int(rows.starts[row + 1])
+            expected = rows.tokens[begin:end][rows.replies[begin:end]]
+            found.append(
+                Question(self._row_name(row), rows.tokens[start:begin].tolist(), expected.tolist())
+            )
+        return found
 
     def overlap(self, train: ChatSource) -> list[Overlap]:
         mine, theirs = (Documents(rows.tokens, rows.starts) for rows in (self.rows, train.rows))
@@ -186,9 +213,7 @@ class ChatSource:
             ):
                 self._left_out_by_file[int(file)] = {reason: int(rows)}
             first = int(np.flatnonzero(unused)[0])
-            named = row_name(
-                self.paths[int(self.rows.files[first])], int(self.rows.row_numbers[first])
-            )
+            named = self._row_name(first)
             log.warning("left out %d of %d chat rows: %s (%s …)", count, len(long), reason, named)
         if long_rows == "cut" and (count := int((long & ~late).sum())):
             self.cut[what] = count
