@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muster.cli.common import SplitOption, console
+from muster.workloads import Content
 
 if TYPE_CHECKING:
-    from muster.data.speech.inspect import SplitSummary
+    from rich.table import Table
+
+    from muster.data.inspection import Inspection
 
 app = typer.Typer(no_args_is_help=True, help="Make or look at a corpus.")
 
@@ -22,6 +25,10 @@ def data_inspect(
     spec: Annotated[
         str, typer.Argument(metavar="DATA", help="A folder, file, glob or embedded:NAME.")
     ],
+    kind: Annotated[
+        Content | None,
+        typer.Option(help="What it holds. Default: told by the files.", show_default=False),
+    ] = None,
     decode: Annotated[
         bool,
         typer.Option(
@@ -30,13 +37,35 @@ def data_inspect(
         ),
     ] = False,
 ) -> None:
-    """Hours, lengths, vocabulary, a histogram; how it is stored and what cannot be read."""
-    from muster.data.speech.inspect import inspect
+    """Speech, text, chat rows or images: sizes, a histogram of lengths, duplicates, what cannot be read."""
+    from muster.data.inspect import inspect
 
     with _bar("decoding" if decode else "reading durations") as progress:
-        parts = inspect(spec, progress, decode)
+        parts, remarks = inspect(spec, kind, progress, decode)
+    console.print(_table(parts))
     for part in parts:
         _show(part)
+    for remark in remarks:
+        console.print(remark, markup=False, soft_wrap=True)
+
+
+def _table(parts: list[Inspection]) -> Table:
+    from rich.table import Table
+
+    what, unit = parts[0].what, parts[0].unit
+    table = Table("split", "files", what, "shortest", "median", "95 %", "longest")
+    table.caption = "lengths in seconds" if unit == "s" else f"lengths in {unit}"
+    for name in ("unreadable", "duplicates", "also in train"):
+        table.add_column(name)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for part in parts:
+        sizes = [_length(value, unit) for value in part.lengths]
+        both = "" if part.split in ("train", "all") else f"{len(part.in_train):,}"
+        counts = [f"{part.files:,}", f"{part.count:,}"]
+        rest = [f"{part.unreadable:,}", f"{len(part.twins):,}", both]
+        table.add_row(part.split, *counts, *sizes, *rest)
+    return table
 
 
 @contextmanager
@@ -50,34 +79,26 @@ def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
-def _show(part: SplitSummary) -> None:
-    low, median, high, longest = part.seconds
-    console.rule(
-        f"{part.split}: {part.clips} clips, {part.hours * 60:.1f} min, {part.files} file(s)",
-        align="left",
-    )
-    lines = [
-        *(f"columns: {layout}" for layout in part.layouts),
-        "audio: " + ", ".join(f"{kind} × {count}" for kind, count in part.kinds),
-        f"row groups: {part.row_groups}, largest {part.largest_group / 1e6:.1f} MB of audio",
-        f"seconds: shortest {low:.2f}, median {median:.2f}, 95 % {high:.2f}, "
-        f"longest {longest:.2f} ({part.longest})",
-        f"words: {part.words}, {part.vocabulary} different; characters: {part.characters!r}",
-        "most common: " + ", ".join(f"{word} {count}" for word, count in part.common),
-    ]
-    for line in lines:
+def _show(part: Inspection) -> None:
+    console.rule(part.heading, align="left")
+    lines = list(part.details)
+    if part.longest:
+        lines.append(f"longest: {part.longest}")
+    for line in [*lines, *part.duplicates()]:
         console.print(line, markup=False, soft_wrap=True)
     if part.unreadable:
-        console.print(f"[red]{part.unreadable} rows cannot be read[/]")
-        for name, why in part.problems:
-            console.print(f"  {name}: {why}", markup=False, soft_wrap=True)
-        if part.unreadable > len(part.problems):
-            console.print("  …")
-    most = max(n for _, _, n in part.histogram)
+        console.print(f"[red]{part.unreadable:,} rows cannot be read[/]")
+        for problem in part.problems:
+            console.print(f"  {problem}", markup=False, soft_wrap=True)
+    most = max((n for _, _, n in part.histogram), default=1)
     for start, end, count in part.histogram:
-        console.print(
-            f"  {start:6.2f}–{end:6.2f} s {'█' * round(40 * count / max(most, 1))} {count}"
-        )
+        span = f"{_length(start, part.unit):>9} – {_length(end, part.unit):>9} {part.unit}"
+        bar = "█" * round(40 * count / most) or ("▏" if count else "")
+        console.print(f"  {span} {bar} {count:,}")
+
+
+def _length(value: float, unit: str) -> str:
+    return f"{value:.2f}" if unit == "s" else f"{value:,.0f}"
 
 
 @app.command("make")

@@ -138,7 +138,7 @@ def make_account(
     overlaps = _overlaps(sources) if check_overlap else {}
     if content is None:  # a task of the user's own reads its data by itself
         return Account(parts, [], [], overlaps)
-    found, notes = _not_used(specs, content, max_files)
+    found, notes = not_used(specs, content, max_files)
     return Account(parts, not_read + found, notes, overlaps)
 
 
@@ -161,7 +161,7 @@ def split_account(split: Split, source: Source) -> SplitAccount:
     return SplitAccount(split, len(source), found, {**left_out, **of_source})
 
 
-def _not_used(
+def not_used(
     specs: Mapping[Split, str | None], content: Content, max_files: int | None
 ) -> tuple[list[NotRead], list[str]]:
     """Files of the named folders that no split uses, and remarks on names."""

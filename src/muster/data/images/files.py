@@ -92,6 +92,7 @@ class ImageRow(NamedTuple):
     channels: int
     problem: str | None
     digest: str  # of its pixels
+    side: int  # the longer one
 
 
 class ParquetImages:
@@ -151,7 +152,7 @@ class ParquetImages:
         path, (image, label) = self.paths[file], self._columns[file]
         groups = range(self._readers[file].num_row_groups)
         labels = [x for group in groups for x in self._read(file, group, label).to_pylist()]
-        of = stamp(path, f"{image} with digests")
+        of = stamp(path, f"{image} with digests and sides")
         checks = load_index(path, of["column"])
         if checks is None:
             log.info("checking %d images of %s", len(labels), path.name)
@@ -171,8 +172,9 @@ class ParquetImages:
                 int(channels or 0),
                 "the label is empty" if name is None else problem,
                 digest,
+                side,
             )
-            for i, (name, (channels, problem, digest)) in enumerate(
+            for i, (name, (channels, problem, digest, side)) in enumerate(
                 zip(labels, checks, strict=True)
             )
         ]
@@ -197,6 +199,9 @@ class ParquetImages:
 
     def digests(self) -> list[str]:
         return [row.digest for row in self.rows]
+
+    def sides(self) -> list[int]:
+        return [row.side for row in self.rows]
 
     def _group(self, file: int, group: int) -> pa.ChunkedArray:
         key = (file, group)
@@ -253,18 +258,22 @@ def _encoded(cell: Any, folder: Path) -> bytes | Path:
     return cell if isinstance(cell, bytes) else folder / cell
 
 
-def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None, str]:
-    """Channels of an image, or its problem; and a digest of its pixels, or of a JPEG's bytes, since of that
-    a smaller image was decoded."""
+def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None, str, int]:
+    """Channels of an image, or its problem; a digest of its pixels, or of a JPEG's bytes, since of that
+    a smaller image was decoded; and its longer side."""
     try:
         encoded = _encoded(cell, folder)
         image = decode(encoded, draft=True)
     except DataError as error:
-        return None, str(error), ""
+        return None, str(error), "", 0
+    side = max(image.size)
     grey = image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
     digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=8)
     if image.format == "JPEG":
-        digest.update(encoded if isinstance(encoded, bytes) else encoded.read_bytes())
+        whole = encoded if isinstance(encoded, bytes) else encoded.read_bytes()
+        digest.update(whole)
+        with pillow().open(io.BytesIO(whole)) as header:
+            side = max(header.size)
     else:
         digest.update(image.tobytes())
-    return 1 if grey else 3, None, digest.hexdigest()
+    return 1 if grey else 3, None, digest.hexdigest(), side

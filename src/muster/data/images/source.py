@@ -46,6 +46,10 @@ class Images(Protocol):
         """Of the pixels of each image."""
         ...
 
+    def sides(self) -> list[int]:
+        """The longer side of each image, in pixels."""
+        ...
+
 
 def read(
     spec: str,
@@ -79,6 +83,9 @@ class ArrayImages:
 
     def account(self) -> list[FileAccount]:
         return [FileAccount(self.source, len(self.labels))]
+
+    def sides(self) -> list[int]:
+        return [max(self.array.shape[1:])] * len(self.array)
 
     def digests(self) -> list[str]:
         shape = str(self.array.shape[1:])

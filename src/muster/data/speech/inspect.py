@@ -1,91 +1,103 @@
-"""Summary of a corpus: hours, lengths, words and characters, storage, problems."""
+"""Summary of a speech corpus: hours, lengths, words and characters, storage, problems."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from muster.data import corpus
-from muster.data.corpus import Split
+from muster.data.inspection import Inspection, histogram, spread
+from muster.data.problems import Problems
 from muster.data.speech.files import AudioFiles, Rows
 from muster.data.speech.index import Progress
+from muster.data.speech.overlap import MOST_SECONDS, TICKS, clip_digest
 from muster.data.speech.vocabulary import normalise
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-NAMED_PROBLEMS = 20
+COMMON = 8
 
 
 @dataclass(frozen=True)
-class SplitSummary:
-    split: str
-    files: int
-    layouts: list[str]  # the columns in use and their types
-    row_groups: int
-    largest_group: int  # bytes of audio
-    kinds: list[tuple[str, int]]  # "FLAC 16000 Hz", clips
-    clips: int
-    hours: float
-    seconds: tuple[float, float, float, float]  # shortest, median, 95th percentile, longest
-    longest: str  # the clip's name
-    histogram: list[tuple[float, float, int]]  # from, to, clips
-    words: int
-    vocabulary: int
-    characters: str
-    common: list[tuple[str, int]]
-    unreadable: int
-    problems: list[tuple[str, str]]  # row, why it cannot be read; the first few
+class _Split:
+    files: AudioFiles
+    rows: Rows
+    good: Rows  # those that can be read
+
+    @property
+    def ticks(self) -> NDArray[np.int64]:
+        return np.round(self.good.seconds * TICKS).astype(np.int64)
 
 
-def inspect(
-    spec: str, progress: Progress | None = None, decode: bool = False
-) -> list[SplitSummary]:
-    """One summary per split of `spec`; a single file or glob counts as one.
+def inspect_speech(
+    paths: Mapping[str, list[Path]], progress: Progress | None = None, decode: bool = False
+) -> list[Inspection]:
+    """One summary per split. Clips are the same where their bytes are: those of equal duration are read to
+    compare them, unless they are very many."""
+    splits = {name: _read(files, progress, decode) for name, files in paths.items()}
+    ticks = np.concatenate([split.ticks for split in splits.values()])
+    durations, counts = np.unique(ticks, return_counts=True)
+    alike = durations[counts > 1]
+    read = np.isin(ticks, alike)
+    compared = ticks[read].sum() / TICKS <= MOST_SECONDS
+    return [
+        _summarise(name, split, alike if compared else alike[:0], compared=bool(compared))
+        for name, split in splits.items()
+    ]
 
-    `decode` decodes every clip, and the index stores those that fail.
-    """
-    found: dict[str, list[Path]] = {split: corpus.sibling_split(spec, split) for split in SPLITS}
-    if not any(found.values()):
-        found = {"all": corpus.files(spec, "data", "train")}
-    return [_summarise(split, paths, progress, decode) for split, paths in found.items() if paths]
 
-
-def _summarise(
-    split: str, paths: list[Path], progress: Progress | None, decode: bool
-) -> SplitSummary:
+def _read(paths: list[Path], progress: Progress | None, decode: bool) -> _Split:
     files = AudioFiles(paths)
     rows = files.read_rows(lambda text: normalise(text, lowercase=False), progress, decode)
     readable = np.ones(len(rows), bool)
     readable[list(rows.problems)] = False
-    good = rows.without_problems(readable)
-    lengths = good.seconds if len(good) else np.zeros(1)
+    return _Split(files, rows, rows.without_problems(readable))
+
+
+def _summarise(name: str, split: _Split, alike: NDArray[np.int64], *, compared: bool) -> Inspection:
+    files, rows, good = split.files, split.rows, split.good
     words, characters = _count(good)
-    counts, edges = np.histogram(lengths[: len(good)], bins=min(10, max(1, len(good))))
-    first = list(rows.problems.items())[:NAMED_PROBLEMS]
-    return SplitSummary(
-        split=split,
-        files=len(paths),
-        layouts=sorted({table.layout for table in files.tables}),
-        row_groups=sum(len(table.starts) for table in files.tables),
-        largest_group=max(int(table.sizes.max(initial=0)) for table in files.tables),
-        kinds=files.kinds.most_common(),
-        clips=len(good),
-        hours=float(lengths.sum()) / 3600,
-        seconds=tuple(float(q) for q in np.quantile(lengths, (0, 0.5, 0.95, 1))),  # type: ignore[arg-type]
-        longest=files.name(good[int(lengths.argmax())]) if len(good) else "",
-        histogram=[
-            (float(a), float(b), int(n))
-            for a, b, n in zip(edges[:-1], edges[1:], counts, strict=True)
-        ],
-        words=sum(words.values()),
-        vocabulary=len(words),
-        characters="".join(sorted(characters)),
-        common=words.most_common(8),
+    problems = Problems()
+    for row, why in rows.problems.items():
+        problems.add(files.name(rows[row]), why)
+    groups = sum(len(table.starts) for table in files.tables)
+    largest = max(int(table.sizes.max(initial=0)) for table in files.tables)
+    details = [
+        *(f"columns: {layout}" for layout in sorted({table.layout for table in files.tables})),
+        "audio: " + ", ".join(f"{kind} × {count:,}" for kind, count in files.kinds.most_common()),
+        f"row groups: {groups:,}, largest {largest / 1e6:.1f} MB of audio",
+        f"words: {sum(words.values()):,}, {len(words):,} different; "
+        f"characters: {''.join(sorted(characters))!r}",
+        "most common: " + ", ".join(f"{word} {n:,}" for word, n in words.most_common(COMMON)),
+    ]
+    if not compared:
+        details.append("duplicates were not looked for: too many clips are of equal duration")
+    return Inspection(
+        split=name,
+        files=len(files.paths),
+        what="clips",
+        count=len(good),
+        amount=_time(float(good.seconds.sum())),
+        unit="s",
+        lengths=spread(good.seconds),
+        longest=files.name(good[int(good.seconds.argmax())]) if len(good) else "",
+        histogram=histogram(good.seconds),
+        details=details,
         unreadable=len(rows) - len(good),
-        problems=[(files.name(rows[row]), why) for row, why in first],
+        problems=[str(kind) for kind in problems.kinds.values()],
+        keys={
+            i: digest
+            for i in np.flatnonzero(np.isin(split.ticks, alike)).tolist()
+            if (digest := clip_digest(files, good[i])) is not None
+        },
+        name=lambda i: files.name(good[i]),
     )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds < 2 * 3600 else f"{seconds / 3600:,.1f} h"
 
 
 def _count(rows: Rows) -> tuple[Counter[str], set[str]]:

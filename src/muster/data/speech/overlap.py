@@ -16,6 +16,7 @@ from muster.data.speech.audio import Waveform
 from muster.errors import DataError
 
 if TYPE_CHECKING:
+    from muster.data.speech.files import AudioFiles, ClipRow
     from muster.data.speech.source import SpeechSource
 
 MOST_SECONDS = 10 * 3600.0  # of audio that is read to compare it
@@ -37,10 +38,10 @@ def clip_overlap(source: SpeechSource, train: SpeechSource) -> list[Overlap]:
     ]
     common = set(said[0].values()) & set(said[1].values())
     close = [[i for i, key in keys.items() if key in common] for keys in said]
-    found = pairs(_digests(source, close[0], _samples), _digests(train, close[1], _samples))
+    found = pairs(_digests(source, close[0], _decoded), _digests(train, close[1], _decoded))
     note = "only clips of equal text were compared, since there are so many of equal duration"
     if source.lengths[alike].sum() + train.lengths[them].sum() <= MOST_SECONDS:
-        found = pairs(_digests(source, alike, _bytes), _digests(train, them, _bytes)) | found
+        found = pairs(_digests(source, alike, _stored), _digests(train, them, _stored)) | found
         note = ""
     names = named_pairs(found, source, train)
     audio = Overlap("audio", len(found), len(source), "clips", names, note)
@@ -62,27 +63,34 @@ def _texts(source: SpeechSource) -> dict[int, int]:
     return {i: hash(re.sub(r"[\W_]+", " ", t).strip().lower()) for i, t in enumerate(source.texts)}
 
 
-def _samples(source: SpeechSource, clip: int) -> bytes:
-    return source.peek(clip).tobytes()
+def clip_digest(files: AudioFiles, row: ClipRow) -> bytes | None:
+    """Of a clip's bytes as they are stored; None where it cannot be read."""
+    try:
+        found = files.clip(row)
+        if isinstance(found, str | Path):
+            found = Path(found).read_bytes()
+    except (DataError, OSError):
+        return None  # found, and told, when it is used
+    content = found.samples.tobytes() if isinstance(found, Waveform) else found
+    return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def _bytes(source: SpeechSource, clip: int) -> bytes | memoryview:
-    found = source.files.clip(source.rows[clip])
-    if isinstance(found, str | Path):
-        return Path(found).read_bytes()
-    return found.samples.tobytes() if isinstance(found, Waveform) else found
+def _stored(source: SpeechSource, clip: int) -> bytes | None:
+    return clip_digest(source.files, source.rows[clip])
+
+
+def _decoded(source: SpeechSource, clip: int) -> bytes | None:
+    """Of a clip's samples, whatever form they are stored in."""
+    try:
+        return hashlib.blake2b(source.peek(clip).tobytes(), digest_size=16).digest()
+    except DataError:
+        return None
 
 
 def _digests(
     source: SpeechSource,
     clips: Iterable[int],
-    content: Callable[[SpeechSource, int], bytes | memoryview],
+    digest: Callable[[SpeechSource, int], bytes | None],
 ) -> dict[int, bytes]:
     """Of each clip that can be read."""
-    found = {}
-    for i in clips:
-        try:
-            found[i] = hashlib.blake2b(content(source, i), digest_size=16).digest()
-        except (DataError, OSError):
-            continue  # found, and told, when it is used
-    return found
+    return {i: found for i in clips if (found := digest(source, i)) is not None}
