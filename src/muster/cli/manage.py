@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from muster.cli.common import DirOption, RunArgument, console, program, shown
 
@@ -106,7 +106,10 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
     if not found:
         console.print(f"no runs in {dir}; start one: {program()} train")
         return
-    table = Table("run", "state", "age", "ranks", "step", "loss", "best")
+    whole = [
+        Column(what, no_wrap=True) for what in ("run", "state", "age", "ranks", "step", "loss")
+    ]
+    table = Table(*whole, Column("best", overflow="fold"))
     for run in found:
         info, last = run.info, run.last
         loss = last.get("loss")
@@ -123,14 +126,15 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
 
 
 def _best(run: ApiRun) -> str:
-    """The best score on validation data, its step, and whether its checkpoint is there."""
-    from muster.observe.scores import score_words
+    """The best score on validation data, its step, and whether its checkpoint is there. Short: a line has
+    80 columns."""
+    from muster.observe.scores import score_number
 
     best = run.best
     if best is None or best.split != "validation":
         return ""
     kept = "" if best.checkpoint else " (not kept)"
-    return f"{score_words({best.name: best.score})} at step {best.step}{kept}"
+    return f"{score_number(best.name, best.score)} at {best.step}{kept}"
 
 
 def _age(seconds: float) -> str:

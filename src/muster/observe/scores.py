@@ -31,3 +31,8 @@ def score_words(scores: dict[str, float]) -> str:
     words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
     own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
     return ", ".join(words or own)
+
+
+def score_number(name: str, value: float) -> str:
+    """Its value alone."""
+    return f"{value:.2%}" if name in ("wer", "cer", "accuracy") else f"{value:.4g}"
