@@ -27,9 +27,9 @@ COMMON = [
     "model.shape.layers=2",
     "model.shape.width=64",
     "model.dropout=0.1",
-    "data.sequence_length=128",
+    "data.sequence_length=64",
     "training.lr=3.0e-3",
-    "evaluation.every_steps=25",
+    "evaluation.every_steps=50",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
     "logging.tensorboard=false",
@@ -62,7 +62,7 @@ def write(folder: Path, kind: str, size: int) -> None:
 def train(folder: Path, kind: str, packing: str, seed: int, steps: int) -> tuple[float, float, int]:
     """The best and the last validation loss, and the step of the best."""
     changes = [
-        f"data.train={folder}",
+        f"data.train={folder / 'text'}",
         f"data.sequence_packing={packing}",
         f"training.steps={steps}",
         f"seed={seed}",
@@ -84,15 +84,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--kilobytes", type=int, default=40, help="of text to train on")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--kilobytes", type=int, default=20, help="of text to train on")
     parser.add_argument("--texts", nargs="+", choices=("modules", "lines"))
     wanted = parser.parse_args()
     print("| documents | packing | best loss | at step | last loss |\n|---|---|---|---|---|")
     for kind in wanted.texts or ("modules", "lines"):
         with tempfile.TemporaryDirectory() as parent:
             folder = Path(parent)
-            write(folder, kind, wanted.kilobytes * 1000)
+            (folder / "text").mkdir()
+            write(folder / "text", kind, wanted.kilobytes * 1000)
             for packing in PACKINGS:
                 made = [
                     train(folder, kind, packing, 42 + i, wanted.steps) for i in range(wanted.seeds)
