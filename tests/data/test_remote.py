@@ -3,12 +3,8 @@
 import hashlib
 import json
 import os
-import textwrap
 import threading
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import remote_servers
@@ -19,7 +15,6 @@ from muster.data.remote.store import matches
 from muster.errors import DataError, RecipeError
 from muster.recipe.load import load
 from muster.urls import refuse_secrets
-from training import run_training
 
 BODY = os.urandom(2**20 + 12345)
 
@@ -293,49 +288,3 @@ def test_a_pyarrow_without_s3_says_what_to_install(monkeypatch):
     monkeypatch.setattr(pyarrow.fs, "_not_imported", ["S3FileSystem"])  # as its own import does
     with pytest.raises(DataError, match=r"s3:// needs pyarrow with S3FileSystem.*pip install"):
         corpus.check("causal-lm", "s3://bucket/x", None, None)
-
-
-def train_from(mesh, folder, spec, variables):
-    """Losses and gradient norms of a few steps, in a rank that has these variables and an empty cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        patch.setattr(retry, "FIRST_WAIT_S", 0.0)
-        lines = run_training(mesh, folder, [f"data.train={spec}", *CHEAP], "gpt-micro")
-    return [(line["loss"], line["grad_norm"]) for line in lines]
-
-
-CHEAP = [
-    "model.preset=gpt2-micro",
-    "data.sequence_length=16",
-    "training.global_batch_size=8",
-    "training.steps=3",
-    "training.warmup_steps=0",
-    "checkpoint.final=false",
-    "evaluation.final=false",
-]
-
-
-def test_training_from_a_bucket_that_fails_is_bit_for_bit_as_from_disk(s3, ranks, tmp_path):
-    """On two ranks, which copy each file once between them."""
-    texts = Path(textwrap.__file__).read_text().split("\n\n")
-    (tmp_path / "text").mkdir()
-    for number in range(3):
-        table = pa.table({"text": texts[number::3]})
-        pq.write_table(table, tmp_path / "text" / f"train-{number}.parquet", row_group_size=8)
-    shards = {f"text/{path.name}": path for path in (tmp_path / "text").glob("*.parquet")}
-    remote_servers.upload(s3, "shards", shards)
-    s3.asked.clear()
-    s3.faults = ["503", "drop", "", "503", "drop"]
-    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache-of-the-ranks")}
-    variables = remote_servers.environment(s3) | cache
-    there = ranks(2)(train_from, str(tmp_path / "s3"), "s3://shards/text", variables)
-    disk = ranks(2)(train_from, str(tmp_path / "disk"), str(tmp_path / "text"), cache)
-    assert there == disk
-    assert len(there[0]) == 3
-    assert not s3.faults
-    for name, path in shards.items():  # with what was sent again after a fault, and answers to HEAD
-        assert s3.sent(f"/shards/{name}") < 2 * path.stat().st_size
-    kept = "".join(path.read_text() for path in (tmp_path / "s3").rglob("*.*") if path.is_file())
-    for secret in (variables["AWS_SECRET_ACCESS_KEY"], variables["AWS_ACCESS_KEY_ID"]):
-        assert secret not in kept

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.errors import LaunchError, RecipeError
+from muster.errors import LaunchError, MusterError, RecipeError
 from muster.urls import is_remote
 from muster.workloads import WORKLOADS
 
@@ -86,11 +86,32 @@ def open_run(
         _say(changed, console)
     run = existing or run_directory.create(root, recipe.name, {}, exact=name)
     claim = run.claim()
+    _restore(recipe, run, console)
     recipe, record = adopt(recipe, run.path)
     if record:
         run.update(task=record)
     _write_recipe(run, recipe)
     return run, claim, recipe
+
+
+def _restore(recipe: Recipe, run: Run, console: Console | None) -> None:
+    """From the mirror, or another bucket that `checkpoint.resume` names, if there is no checkpoint here."""
+    from muster.observe.results import step_folders
+
+    options = recipe.checkpoint
+    if step_folders(run.path / "checkpoints") or not (options.mirror or is_remote(options.resume)):
+        return
+    from muster.training.mirror import restore_if_none
+
+    try:
+        found = restore_if_none(run.path, run.name, options.mirror, options.resume)
+        if found:
+            _check_same_maths(run, recipe)
+    except MusterError:
+        run.update(state="failed")
+        raise
+    if found:
+        _say(f"{found.name} was copied from {options.mirror or options.resume}", console)
 
 
 def _say(words: str, console: Console | None) -> None:
@@ -142,6 +163,10 @@ def check_before_launch(
     solve(recipe.training, layout.data_ranks)
     if recipe.task in WORKLOADS and (not resumed or recipe.model.pretrained is None):
         check_model(recipe, layout)
+    if recipe.checkpoint.mirror and not resumed:
+        from muster.training import mirror
+
+        mirror.check(recipe.checkpoint.mirror)
     corpus.check(recipe.task, data.train, data.validation, data.test)
     if recipe.task in WORKLOADS:
         tokenizer = None if resumed else check_tokenizer(recipe)

@@ -156,6 +156,10 @@ def event_words(event: dict[str, Any]) -> str | None:
             return _scoring_words(event)
         case "early_stop":
             return f"step {event['step']}: {event['words']}; training ends early"
+        case "mirror failed":
+            step, address = event["step"], event["address"]
+            what = "checkpoints were" if step is None else f"the checkpoint of step {step} was"
+            return f"{what} not copied to {address}: {event['why']}"
         case "restarting":
             return f"rank {event['rank']} was killed ({event['signal']}); restarting from the last checkpoint"
         case "shrunk":
@@ -317,6 +321,8 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         table.add_row("a step, the median", step)
     table.add_row("everything is in", escape(folder))
     table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
+    if mirror := results.get("mirror"):
+        table.add_row("mirror", escape(_mirrored(mirror)))
     return table
 
 
@@ -345,6 +351,13 @@ def best_words(best: dict[str, Any]) -> str:
     if best["ended_early"]:
         words += f"; training ended early: {best['ended_early']}"
     return words
+
+
+def _mirrored(mirror: dict[str, Any]) -> str:
+    copied = max(mirror["copied"], default=None)
+    words = f"step-{copied} in {mirror['address']}" if copied is not None else "nothing was copied"
+    failed = ", ".join(f"step {step}: {why}" for step, why in mirror["failed"].items())
+    return f"{words}; not copied: {failed}" if failed else words
 
 
 def _held_against(measured: dict[str, Any], planned: dict[str, Any]) -> tuple[str, str]:

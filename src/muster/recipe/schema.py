@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from muster import urls
 from muster.recipe.data import Data
 from muster.recipe.distributed import Distributed
 from muster.recipe.model import Model
@@ -43,9 +44,24 @@ class Checkpoint(Section):
     resume: str = free(
         "auto",
         description="`auto`: the newest complete checkpoint of this run; or, for a new run, a checkpoint or run "
-        "folder to start from.",
+        "folder to start from, which may be in a bucket: s3://… or gs://….",
     )
     asynchronous: bool = free(True, description="Write in the background during training.")
+    mirror: str | None = free(
+        None,
+        description="`s3://bucket/folder` or `gs://…`: complete checkpoints are also copied there, in the background, "
+        "into a folder named after the run. A run of that name (`--run`) without checkpoints starts from them.",
+    )
+
+    @field_validator("mirror", "resume")
+    @classmethod
+    def _in_a_bucket(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or (info.field_name == "resume" and not urls.is_remote(value)):
+            return value
+        urls.refuse_secrets(value)
+        if urls.scheme(value) not in urls.WRITABLE or not value.partition("://")[2].strip("/"):
+            raise ValueError(f"got {value}, expected s3://BUCKET/FOLDER or gs://BUCKET/FOLDER")
+        return value
 
 
 class Evaluation(Section):

@@ -18,7 +18,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from muster.observe.results import MANIFEST, best_of, step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
+
+if TYPE_CHECKING:
+    from muster.training.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +129,15 @@ class Checkpoints:
         *,
         keep: int,
         asynchronous: bool,
+        mirror: Mirror | None = None,
     ) -> None:
         self.root, self.mesh, self.recipe, self.assets = root, mesh, recipe, assets
         self.keep, self.asynchronous = keep, asynchronous
+        self.mirror = mirror if mesh.first else None  # every rank has the same run directory
+        if self.mirror:
+            self.mirror.released = self._prune_again
+        self._pruned: tuple[int, int | None] | None = None
+        self._pruning = threading.Lock()
         self.last_saved: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -264,6 +273,8 @@ class Checkpoints:
                     folder, {k: v for files in gathered for k, v in files.items()}, trainer
                 )
                 self._prune(trainer["step"], best_of(trainer))
+                if self.mirror is not None:
+                    self.mirror.update()
             self.last_saved = trainer["step"]
         except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
@@ -294,12 +305,23 @@ class Checkpoints:
         `best`; a later one than `step` must be damaged, or this run would have resumed from it.
         Incomplete ones, which killed runs leave, are removed. Manifests are deleted first: half-deleted
         is incomplete."""
+        with self._pruning:
+            self._pruned = (step, best)
+            self._remove_old(step, best)
+
+    def _prune_again(self) -> None:
+        """What the mirror was still copying at the last save."""
+        with self._pruning:
+            if self._pruned is not None:
+                self._remove_old(*self._pruned)
+
+    def _remove_old(self, step: int, best: int | None) -> None:
         folders = [folder for folder in step_folders(self.root) if step_of(folder) <= step]
         complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
         due = [folder for folder in complete if not _only_best(folder)]
         kept = [*complete[:1], *due[: self.keep], self.root / f"step-{best}"]
         for folder in folders:
-            if folder in kept:
+            if folder in kept or (self.mirror and folder == self.mirror.busy):
                 continue
             try:
                 (folder / MANIFEST).unlink(missing_ok=True)

@@ -41,10 +41,12 @@ from muster.training import memory
 from muster.training.checkpoint import Checkpoints, Saved, open_checkpoint
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 from muster.training.job import Job
+from muster.training.mirror import Mirror
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision
 from muster.training.selection import Selection, selection_for
 from muster.training.trial import try_task
+from muster.urls import is_remote
 from muster.worker.results import write_data, write_plan
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
     expected = decision.expected
     named = "fp8" if asked_fp8 else precision
     write_plan(run, mesh, sizes, loader.plan, steps, named, parameters, expected, choices)
+    if checkpoints.mirror:
+        checkpoints.mirror.tell = observer.event
     if resumed.saved or resumed.passed_over:
         observer.event(
             "resumed",
@@ -252,12 +256,22 @@ def resume(
         {**task.assets, "data": data},
         keep=recipe.checkpoint.keep,
         asynchronous=recipe.checkpoint.asynchronous,
+        mirror=_mirror(recipe, run) if mesh.first else None,
     )
     saved, passed_over = _resume_from(recipe, checkpoints)
     if saved is None:
         return checkpoints, Resumed(None, passed_over, {"step": 0})
     refuse_other_data(saved, data)
     return checkpoints, Resumed(saved, passed_over, checkpoints.load(saved, engine))
+
+
+def _mirror(recipe: Recipe, run: run_directory.Run) -> Mirror | None:
+    address = recipe.checkpoint.mirror
+    return (
+        None
+        if address is None
+        else Mirror(address, run.name, run.path / "checkpoints", recipe.checkpoint.keep)
+    )
 
 
 def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
@@ -327,7 +341,7 @@ def _resume_from(recipe: Recipe, checkpoints: Checkpoints) -> tuple[Saved | None
     """This run's own newest checkpoint; in a new run, the one the recipe names, if any."""
     asked = recipe.checkpoint.resume
     saved, passed_over = checkpoints.newest()
-    if saved is None and asked != "auto":
+    if saved is None and asked != "auto" and not is_remote(asked):
         saved = open_checkpoint(Path(asked), checkpoints.mesh.rank, checkpoints.mesh.world)
     if saved is not None:
         refuse_other_recipe(saved, recipe.as_dict())

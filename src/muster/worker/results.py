@@ -129,10 +129,15 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     said = [] if final is None else answers(job, cast(Split, final.split))
     if not job.mesh.first:
         return {}
-    last: dict[str, Any] = {} if final is None or best is None else {"last_scores": final.scores}
+    changes: dict[str, Any] = {}
+    if final is not None and best is not None:
+        changes["last_scores"] = final.scores
     if said:
-        last["answers"] = [vars(answer) for answer in said]
-    return write_results(job, run, done, best or final, peak, **last)
+        changes["answers"] = [vars(answer) for answer in said]
+    if mirror := job.checkpoints.mirror:
+        mirror.wait()  # after everything that other ranks take part in
+        changes["mirror"] = mirror.summary()
+    return write_results(job, run, done, best or final, peak, **changes)
 
 
 def final_scores(job: Job, done: int) -> Evaluation | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,8 +40,10 @@ def require(kind: str) -> None:
 
 
 @cache
-def file_system(kind: str, bucket: str, process: int) -> Any:
-    """One per process: connections must not be shared after a fork."""
+def file_system(
+    kind: str, bucket: str, process: int, variables: tuple[tuple[str, str], ...]
+) -> Any:
+    """One per process, since connections must not be shared after a fork, and environment."""
     import pyarrow.fs
 
     if kind == "gs":
@@ -87,7 +90,9 @@ class Bucket:
 
     @property
     def files(self) -> Any:
-        return file_system(self.kind, self.name, os.getpid())
+        names = [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]
+        variables = tuple((name, os.environ[name]) for name in sorted(names))
+        return file_system(self.kind, self.name, os.getpid(), variables)
 
     def find(self, spec: str) -> tuple[list[RemoteFile], Kind]:
         key = spec.partition("://")[2].partition("/")[2]
@@ -96,7 +101,7 @@ class Bucket:
             exact = self._info(folder)
             if exact is not None:
                 return [self._file(exact, folder.rpartition("/")[0])], "file"
-        found = [self._file(info, folder) for info in self._list(folder)]
+        found = self.objects(folder)
         if pattern is None:
             return [file for file in found if visible(file.relative)], "folder"
         return [file for file in found if matches(file.relative, pattern)], "glob"
@@ -118,6 +123,26 @@ class Bucket:
                     yield piece
         except OSError as error:
             raise explained(error, file.url, self.kind) from None
+
+    def objects(self, folder: str) -> list[RemoteFile]:
+        """Everything below a folder, hidden or not."""
+        return [self._file(info, folder) for info in self._list(folder)]
+
+    def write(self, path: Path, key: str) -> Iterator[int]:
+        """Copy a file; yields the bytes of each piece."""
+        url = f"{self.kind}://{self.name}/{key}"
+        with (
+            path.open("rb") as file,
+            _explaining(url, self.kind, "written"),
+            self.files.open_output_stream(self._path(key)) as out,
+        ):
+            while piece := file.read(PIECE):
+                out.write(piece)
+                yield len(piece)
+
+    def delete(self, key: str) -> None:
+        with _explaining(f"{self.kind}://{self.name}/{key}", self.kind, "removed"):
+            self.files.delete_file(self._path(key))
 
     def _info(self, key: str) -> Any | None:
         from pyarrow.fs import FileType
@@ -145,21 +170,23 @@ class Bucket:
 
 
 class _explaining:
-    def __init__(self, url: str, kind: str) -> None:
-        self.url, self.kind = url, kind
+    def __init__(self, url: str, kind: str, verb: str = "read") -> None:
+        self.url, self.kind, self.verb = url, kind, verb
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if isinstance(error, OSError):
-            raise explained(error, self.url, self.kind) from None
+            raise explained(error, self.url, self.kind, self.verb) from None
 
 
-def explained(error: OSError, url: str, kind: str) -> Exception:
+def explained(error: OSError, url: str, kind: str, verb: str = "read") -> Exception:
     """Arrow's error as ours: temporary, unless its words say that another try is no use."""
     words = " ".join(str(error).split())
     if isinstance(error, FileNotFoundError) or any(word in words for word in MISSING):
         return DataError(f"{url} does not exist ({words})")
     if isinstance(error, PermissionError) or any(word in words for word in REFUSED):
-        return DataError(f"{url} may not be read ({words}); credentials are read from {FROM[kind]}")
+        return DataError(
+            f"{url} may not be {verb} ({words}); credentials are read from {FROM[kind]}"
+        )
     return TemporaryError(words)

@@ -144,6 +144,12 @@ def _copy(file: RemoteFile, path: Path) -> None:
         )
     origin = {"url": file.url, "bytes": file.size, "version": file.version}
     path.with_name(ORIGIN).write_text(json.dumps(origin))
+    download(store, file, path, partial)
+
+
+def download(store: Store, file: RemoteFile, path: Path, partial: Path | None = None) -> None:
+    """To `path`, which is there only when the copy is whole."""
+    partial = partial or path.with_name(f".{path.name}.partial")
     patience, checks = Patience(file.url), Patience(file.url)
     while True:
         try:

@@ -40,7 +40,7 @@ class Patience:
         self.failures += 1
         if self.failures >= TRIES:
             raise DataError(
-                f"{self.what}: {error}, {TRIES} times in a row; try again when it can be reached, what has been "
+                f"{self.what}: {error}, {TRIES} times in a row; try again when it can be reached: what has been "
                 "copied so far is kept"
             )
         longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self.failures - 1))

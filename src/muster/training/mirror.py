@@ -1,0 +1,237 @@
+"""Complete checkpoints, copied to a bucket in the background: `checkpoint.mirror`.
+
+Rank 0 copies, since all ranks write into one run directory. The manifest is copied last, and removed
+first, so that a checkpoint in the bucket is complete or ignored, as on disk. A mirror that fails never
+stops the training: it is said, and the next checkpoint is copied as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from muster.data.remote import download
+from muster.data.remote.bucket import Bucket
+from muster.data.remote.retry import retried
+from muster.data.remote.store import RemoteFile
+from muster.errors import CheckpointError, MusterError
+from muster.observe.heartbeat import beat
+from muster.observe.results import MANIFEST, best_of, step_folders, step_of
+from muster.urls import scheme
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0  # how often a waiting rank checks the progress of a copy
+
+
+def open_bucket(address: str) -> tuple[Bucket, str]:
+    """The bucket, and the folder in it."""
+    kind = scheme(address)
+    assert kind is not None
+    name, _, folder = address.partition("://")[2].partition("/")
+    return Bucket(kind, name), folder.strip("/")
+
+
+def check(address: str) -> None:
+    """It can be written to; the error names the key."""
+    try:
+        bucket, folder = open_bucket(address)
+        probe = f"{folder}/.muster-{os.urandom(4).hex()}".lstrip("/")
+        retried(address, lambda: deque(bucket.write(Path(os.devnull), probe), maxlen=0))
+        retried(address, lambda: bucket.delete(probe))
+    except MusterError as error:
+        raise CheckpointError(f"checkpoint.mirror: {error}") from None
+
+
+class Mirror:
+    """The copies of one run's checkpoints, in `<address>/<run>/step-<n>`: after each copy those that the run
+    keeps on disk, and at least the newest `keep`."""
+
+    def __init__(self, address: str, run: str, root: Path, keep: int) -> None:
+        self.bucket, folder = open_bucket(address)
+        self.address, self.folder = f"{address.rstrip('/')}/{run}", f"{folder}/{run}".strip("/")
+        self.root, self.keep = root, keep
+        self.copied: list[int] = []
+        self.failed: dict[int, str] = {}
+        self.tell: Callable[..., None] = lambda what, **details: None  # an event of the run
+        self.busy: Path | None = None  # being copied: not to be removed …
+        self.released: Callable[[], None] = lambda: None  # … until then
+        self._wanted = False
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._moved = 0
+
+    def update(self) -> None:
+        """Start copying what is complete on disk. While a copy is under way, it is looked at again after it."""
+        with self._lock:
+            self._wanted = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Until everything is copied, or has failed. A slow copy is not a stall while it moves."""
+        beat("copying to the mirror")
+        moved = self._moved
+        while (thread := self._thread) is not None:
+            thread.join(POLL_S)
+            if self._moved != moved:
+                beat("copying to the mirror")
+            moved = self._moved
+
+    def summary(self) -> dict[str, Any]:
+        """For the results."""
+        return {"address": self.address, "copied": self.copied, "failed": self.failed}
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._wanted:
+                    self._thread = None
+                    return
+                self._wanted = False
+            try:
+                self._copy_missing()
+                self.released()
+                self._prune()
+            except Exception as error:  # whatever it is, training goes on
+                self._say(step_of(self.busy) if self.busy else None, error)
+            self.busy = None
+
+    def _copy_missing(self) -> None:
+        """The newest first; a checkpoint that training removes meanwhile is no longer wanted."""
+        for folder in step_folders(self.root):
+            self.busy = folder
+            manifest = _text(folder / MANIFEST)
+            if manifest is None or manifest == self._there(folder.name):
+                continue
+            self._copy(folder, sorted(json.loads(manifest)["files"]))
+            self.copied.append(step_of(folder))
+            self.failed.pop(step_of(folder), None)
+        self.busy = None
+
+    def _say(self, step: int | None, error: Exception) -> None:
+        if step is not None:
+            self.failed[step] = str(error)
+        what = "the mirror" if step is None else f"step-{step}"
+        log.warning("%s: %s was not brought up to date: %s", self.address, what, error)
+        self.tell("mirror failed", step=step, address=self.address, why=str(error))
+
+    def _there(self, name: str) -> str | None:
+        """The manifest of that checkpoint in the bucket."""
+        files = self._objects(f"{self.folder}/{name}")
+        found = next((file for file in files if file.relative == MANIFEST), None)
+        if found is None:
+            return None
+        return retried(found.url, lambda: b"".join(self.bucket.read(found, 0))).decode()
+
+    def _copy(self, folder: Path, names: list[str]) -> None:
+        target = f"{self.folder}/{folder.name}"
+        self._remove(target)  # of an earlier start, which came this far too
+        for name in [*names, MANIFEST]:
+            upload = partial(self._upload, folder / name, f"{target}/{name}")
+            retried(f"{self.address}/{folder.name}/{name}", upload)
+
+    def _upload(self, path: Path, key: str) -> None:
+        for moved in self.bucket.write(path, key):
+            self._moved += moved
+
+    def _prune(self) -> None:
+        here = {folder.name for folder in step_folders(self.root)}
+        for name in complete(self.bucket, self.folder)[self.keep :]:
+            if name not in here:
+                self._remove(f"{self.folder}/{name}")
+
+    def _remove(self, folder: str) -> None:
+        keys = [f"{folder}/{file.relative}" for file in self._objects(folder)]
+        for key in sorted(keys, key=_manifest_first):
+            retried(self.address, partial(self.bucket.delete, key))
+
+    def _objects(self, folder: str) -> list[RemoteFile]:
+        return retried(self.address, partial(self.bucket.objects, folder))
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _manifest_first(key: str) -> bool:
+    return not key.endswith(f"/{MANIFEST}")
+
+
+def complete(bucket: Bucket, folder: str) -> list[str]:
+    """Names of the `step-<n>` folders with a manifest, newest first."""
+    found = retried(folder, lambda: bucket.objects(folder))
+    paths = [Path(file.relative) for file in found]
+    steps = [path.parent for path in paths if path.name == MANIFEST and len(path.parts) == 2]
+    steps = [step for step in steps if step_of(step) >= 0]
+    return [step.name for step in sorted(steps, key=step_of, reverse=True)]
+
+
+def restore(address: str, root: Path) -> Path | None:
+    """The newest whole checkpoint of the run (or the very checkpoint) at `address`, copied to `root`, and the
+    run's best one; None where there is none. Files are held against the manifest, and a checkpoint has its name
+    only then."""
+    bucket, folder = open_bucket(address)
+    wanted = complete(bucket, folder)
+    if step_of(Path(folder)) >= 0:
+        folder, _, name = folder.rpartition("/")
+        wanted = [name]
+    for name in wanted:
+        newest = _fetched(bucket, f"{folder}/{name}", root / name)
+        if newest is None:
+            continue
+        best = best_of(json.loads((newest / MANIFEST).read_text())["trainer"])
+        if (other := f"step-{best}") in wanted and other != name:
+            _fetched(bucket, f"{folder}/{other}", root / other)
+        return newest
+    return None
+
+
+def _fetched(bucket: Bucket, folder: str, target: Path) -> Path | None:
+    files = retried(folder, lambda: bucket.objects(folder))
+    try:
+        return _fetch(bucket, files, target)
+    except CheckpointError as error:
+        log.warning("%s of bucket %s is passed over: %s", folder, bucket.name, error)
+        return None
+
+
+def _fetch(bucket: Bucket, files: list[RemoteFile], target: Path) -> Path:
+    from muster.training.checkpoint import read_manifest, verify  # imports torch
+
+    whole = target.with_name(f".{target.name}.partial")
+    whole.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        download(bucket, file, whole / file.relative)
+    manifest = read_manifest(whole)
+    verify(whole, manifest)
+    return whole.rename(target)
+
+
+def restore_if_none(run: Path, name: str, mirror: str | None, resume: str) -> Path | None:
+    """Into a run directory without checkpoints: from where `checkpoint.resume` says, if that is a bucket,
+    else from what this run's mirror has."""
+    root = run / "checkpoints"
+    asked = scheme(resume) is not None
+    address = resume if asked else f"{mirror.rstrip('/')}/{name}" if mirror else None
+    if address is None or step_folders(root):
+        return None
+    try:
+        found = restore(address, root)
+    except MusterError as error:
+        key = "checkpoint.resume" if asked else "checkpoint.mirror"
+        raise CheckpointError(f"{key}: {error}") from None
+    if found is None and asked:
+        raise CheckpointError(f"checkpoint.resume: no complete checkpoint in {address}")
+    return found

@@ -1,0 +1,251 @@
+"""Training on data from a bucket, and its checkpoints in one: the laws hold as on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import remote_servers
+from muster.data.remote import retry
+from muster.entrypoints.open_run import check_before_launch, open_run
+from muster.errors import CheckpointError, MusterError, RecipeError
+from muster.observe.results import complete_steps, read_lines
+from muster.recipe.load import load
+from muster.training.loop import train
+from muster.training.mirror import Mirror, complete, restore, restore_if_none
+from training import make_job
+
+STEPS = 4
+CHEAP = [
+    "model.preset=gpt2-micro",
+    "data.sequence_length=16",
+    "training.global_batch_size=8",
+    f"training.steps={STEPS}",
+    "training.warmup_steps=0",
+    "checkpoint.every_steps=2",
+    "evaluation.final=false",
+]
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch, tmp_path):
+    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with remote_servers.s3() as server:
+        remote_servers.upload(server, "mirror", {})
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """A page of text in three parquet files of several row groups, of about 6 KB."""
+    folder = tmp_path_factory.mktemp("text")
+    texts = Path(str(textwrap.__file__)).read_text().split("\n\n")
+    for number in range(3):
+        table = pa.table({"text": texts[number::3]})
+        pq.write_table(table, folder / f"train-{number}.parquet", row_group_size=8)
+    return folder
+
+
+def run_here(
+    mesh: Any, folder: str, overrides: list[str], variables: dict[str, str], stop: int = STEPS
+) -> dict[str, Any]:
+    """Train in a rank that has these variables until after `stop` steps; what the mirror came to."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        patch.setattr(retry, "FIRST_WAIT_S", 0.0)
+        patch.setattr(retry, "TRIES", 3)
+        job = make_job(mesh, folder, [*CHEAP, *overrides], "gpt-micro")
+        lines = Path(folder) / "metrics.jsonl"
+        job.observer.stop_requested = lambda: (  # type: ignore[method-assign]
+            stop < STEPS and len(read_lines(lines)) >= stop - 1
+        )
+        assert train(job) == stop
+        mirror = job.checkpoints.mirror
+        if mirror is not None:
+            mirror.wait()
+        job.observer.close()
+        mesh.barrier()
+        return mirror.summary() if mirror else {}
+
+
+def results(folder: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_lines(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def disk(ranks, shards, tmp_path_factory) -> list[tuple[float, float]]:
+    """Losses and gradient norms of two ranks that read from disk, without a mirror."""
+    folder = tmp_path_factory.mktemp("disk")
+    ranks(2)(run_here, str(folder), [f"data.train={shards}"], {})
+    return results(folder)
+
+
+def test_training_from_a_bucket_that_fails_is_bit_for_bit_as_from_disk(
+    s3, ranks, shards, disk, tmp_path
+):
+    """Two ranks, which copy each file once between them; their checkpoints are copied to a bucket."""
+    there = {f"text/{path.name}": path for path in shards.iterdir()}
+    remote_servers.upload(s3, "shards", there)
+    s3.asked.clear()
+    s3.faults = ["503", "drop", "", "503", "drop"]
+    variables = remote_servers.environment(s3) | {"XDG_CACHE_HOME": str(tmp_path / "of-the-ranks")}
+    asked = ["data.train=s3://shards/text", "checkpoint.mirror=s3://mirror/a", "checkpoint.keep=1"]
+    mirror, nothing = ranks(2)(run_here, str(tmp_path / "run"), asked, variables)
+    assert results(tmp_path / "run") == disk
+    assert len(disk) == STEPS
+    assert not s3.faults
+    whole = [path for method, path, _, size in s3.asked if method == "GET" and size > 4096]
+    assert sorted(whole) == sorted(f"/shards/{name}" for name in there), "each is sent whole once"
+    assert mirror == {"address": "s3://mirror/a/run", "copied": [2, 4], "failed": {}}
+    assert nothing == {}
+    assert complete(Mirror("s3://mirror/a", "run", tmp_path, 1).bucket, "a/run") == ["step-4"]
+    files = (path for path in (tmp_path / "run").rglob("*") if path.suffix in (".json", ".jsonl"))
+    kept = "".join(path.read_text() for path in files)
+    assert "s3://shards/text" in kept
+    for secret in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID"):
+        assert variables[secret] not in kept
+
+
+def test_a_run_goes_on_from_the_mirror_on_an_empty_disk(s3, ranks, shards, disk, tmp_path):
+    variables = remote_servers.environment(s3)
+    asked = [f"data.train={shards}", "checkpoint.mirror=s3://mirror/b"]
+    before, after = tmp_path / "before" / "run", tmp_path / "after" / "run"
+    ranks(2)(run_here, str(before), asked, variables, 2)
+    assert restore_if_none(after, "run", "s3://mirror/b", "auto") == after / "checkpoints/step-2"
+    ranks(2)(run_here, str(after), asked, variables)
+    assert results(before) + results(after) == disk
+    assert complete_steps(after) == [2, 4]
+
+
+def test_a_mirror_that_fails_does_not_stop_the_training_and_is_said(ranks, shards, disk, tmp_path):
+    with remote_servers.web({}) as server:
+        variables = {**remote_servers.KEYS, "AWS_ENDPOINT_URL": server.url}
+    asked = [
+        f"data.train={shards}",
+        "checkpoint.mirror=s3://mirror/c",
+        "checkpoint.every_steps=null",
+    ]
+    found = ranks(2)(run_here, str(tmp_path), asked, variables)[0]
+    assert results(tmp_path) == disk
+    assert (found["copied"], list(found["failed"])) == ([], [STEPS])
+    (event,) = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] == "mirror failed"]
+    assert "3 times in a row" in event["why"]
+
+
+def checkpoint(folder: Path, step: int, recipe: dict[str, Any] | None = None) -> Path:
+    """A complete checkpoint, as far as files go."""
+    target = folder / f"step-{step}"
+    target.mkdir(parents=True)
+    (target / "__0_0.distcp").write_bytes(b"weights %d" % step)
+    (target / ".metadata").write_bytes(b"where they are")
+    (target / "recipe.json").write_text(json.dumps(recipe or {}))
+    files = {
+        path.name: {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
+        for path in target.iterdir()
+    }
+    manifest = {"format": 2, "trainer": {"step": step}, "world": 1, "files": files}
+    (target / "manifest.json").write_text(json.dumps(manifest))
+    return target
+
+
+def mirrored(name: str, root: Path, keep: int = 3, address: str = "s3://mirror") -> Mirror:
+    """What is in `root` is copied."""
+    mirror = Mirror(address, name, root, keep)
+    mirror.update()
+    mirror.wait()
+    assert not mirror.failed
+    return mirror
+
+
+def test_a_checkpoint_in_the_mirror_is_complete_or_passed_over(s3, tmp_path):
+    """One without a manifest, and one with a file that does not match it."""
+    for step in (1, 2, 3):
+        checkpoint(tmp_path / "here", step)
+    mirror = mirrored("half", tmp_path / "here")
+    assert mirror.copied == [3, 2, 1]
+    bucket = mirror.bucket
+    bucket.delete("half/step-3/manifest.json")
+    damaged = {"half/step-2/__0_0.distcp": b"weights x"}
+    remote_servers.upload(s3, "mirror", damaged)
+    found = restore("s3://mirror/half", tmp_path / "there")
+    assert found == tmp_path / "there" / "step-1"
+    assert (found / "__0_0.distcp").read_bytes() == b"weights 1"
+    assert restore("s3://mirror/half/step-1", tmp_path / "exact") == tmp_path / "exact" / "step-1"
+    assert restore("s3://mirror/none", tmp_path / "none") is None
+
+
+def test_the_manifest_is_copied_last_and_removed_first(s3, tmp_path):
+    s3.asked.clear()
+    mirrored("order", checkpoint(tmp_path, 1).parent, 1)
+    shutil.rmtree(tmp_path / "step-1")
+    mirrored("order", checkpoint(tmp_path, 2).parent, 1)
+    changes = [
+        (method, path.rpartition("/")[2])
+        for method, path, _, _ in s3.asked
+        if method in ("PUT", "POST", "DELETE") and "/step-1/" in path and not path.endswith("/")
+    ]
+    written = [name for method, name in changes if method != "DELETE"]
+    removed = [name for method, name in changes if method == "DELETE"]
+    assert written[-1] == "manifest.json"
+    assert removed[0] == "manifest.json"
+    assert len(removed) == 4
+
+
+def test_a_named_run_on_an_empty_disk_begins_with_what_the_mirror_has(s3, shards, tmp_path):
+    options = [f"data.train={shards}", f"logging.dir={tmp_path}", "checkpoint.mirror=s3://mirror/d"]
+    recipe = load("gpt-micro", [*CHEAP, *options])
+    checkpoint(tmp_path / "old", 2, recipe.as_dict())
+    mirrored("mine", tmp_path / "old", address="s3://mirror/d")
+    other = load("gpt-micro", [*CHEAP, *options, "seed=7"])
+    with pytest.raises(CheckpointError, match="seed=42"):
+        open_run(other, 1, 1, None, "mine")
+    (tmp_path / "mine").rename(tmp_path / "refused")
+    run, claim, _ = open_run(recipe, 1, 1, None, "mine")
+    claim.close()
+    assert complete_steps(run.path) == [2]
+    run, claim, _ = open_run(recipe, 1, 1, None, "another")
+    claim.close()
+    assert complete_steps(run.path) == []
+
+
+def test_a_mirror_that_cannot_be_is_refused_before_there_is_a_run(s3, shards):
+    for address in ("s3://", "https://example.com/x", "folder"):
+        with pytest.raises(RecipeError, match=r"checkpoint\.mirror: got .*expected s3://BUCKET"):
+            load("gpt-micro", [f"checkpoint.mirror={address}"])
+    with pytest.raises(RecipeError, match=r"checkpoint\.mirror: .*credentials are read from"):
+        load("gpt-micro", ["checkpoint.mirror=s3://me:secret@bucket/x"])
+    asked = [f"data.train={shards}", "checkpoint.mirror=s3://no-such-bucket/x"]
+    with pytest.raises(
+        MusterError, match=r"checkpoint\.mirror: s3://no-such-bucket/x/\.muster.* does not exist"
+    ):
+        check_before_launch(load("gpt-micro", [*CHEAP, *asked]), 1, 1)
+
+
+def test_the_best_checkpoint_comes_back_with_the_newest_and_none_is_copied_twice(s3, tmp_path):
+    selection = {"selection": {"keeps": True, "best_step": 1}}
+    for step in (1, 2, 3):
+        folder = checkpoint(tmp_path / "here", step)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest["trainer"] |= selection
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    mirrored("best", tmp_path / "here")
+    assert mirrored("best", tmp_path / "here").copied == []
+    assert restore("s3://mirror/best", tmp_path / "there") == tmp_path / "there" / "step-3"
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["step-1", "step-3"]
