@@ -16,6 +16,7 @@ from muster.data.text.chat import reply_ends
 from muster.data.text.chat_template import find_template
 from muster.data.text.tokenizers import Bytes
 from muster.errors import MusterError
+from muster.inference.export import export_checkpoint
 from muster.inference.generate import answer
 from muster.inference.load import Trained, load_trained
 from muster.training.checkpoint import Saved
@@ -141,3 +142,24 @@ def test_what_cannot_be_asked_is_said(run, folder, monkeypatch, tmp_path):
     ):
         answer(plain, ASKED)
     assert load_trained(run).task.template  # which a chat checkpoint holds itself
+
+
+@pytest.mark.parametrize("asked", [None, "basic"])
+def test_an_exported_folder_asks_as_the_model_was_trained(folder, tmp_path, monkeypatch, asked):
+    from transformers import AutoTokenizer
+
+    from tasks.test_causal_lm import fill
+    from tasks.test_chat_lm import task_of
+
+    monkeypatch.chdir(tmp_path)
+    task = task_of(folder, f"data.chat_template={asked}" if asked else "data.format=chat")
+    made = Trained(
+        task, fill(task, task.build_model()), torch.device("cpu"), Saved(Path("here"), {})
+    )
+    export_checkpoint(save(made, tmp_path), tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [*ASKED, {"role": "assistant", "content": "world"}, *ASKED]
+    expected = task.template.render(messages, prompt=True)
+    found = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert found == expected
+    assert ("<|assistant|>" in expected) == (asked == "basic")

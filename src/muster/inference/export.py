@@ -24,6 +24,7 @@ from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.hybrid import without_head
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
+from muster.tasks.chat import ChatLM
 from muster.tasks.speech_encoder import SpeechEncoder
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
 from muster.training.checkpoint import Saved
@@ -151,10 +152,13 @@ def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
     if isinstance(task.config, TransformersConfig) and task.recipe.model.pretrained:
         keys = {}  # config.json goes out with the ids it came with
     original = _original(task.recipe)
-    if original is None:
-        return files, keys
-    found, ids = huggingface.tokenizer_of(original)
-    return files | found, keys | ids
+    found, ids = huggingface.tokenizer_of(original) if original else ({}, {})
+    files |= found
+    if isinstance(task, ChatLM):  # goes before one in tokenizer_config.json
+        files["chat_template.jinja"] = task.template.source.encode()
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **task.template.tokens}
+        files.setdefault("tokenizer_config.json", json.dumps(config, indent=2).encode())
+    return files, keys | ids
 
 
 def _processor(task: SpeechSeq2Seq) -> tuple[dict[str, bytes], dict[str, Any]]:
