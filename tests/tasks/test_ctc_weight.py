@@ -183,7 +183,7 @@ def test_a_checkpoint_holds_the_head(ranks, tmp_path):
 
 def test_decoding_asks_the_head_unless_told_otherwise(task, model):
     batch = task.prepare(task.collate(CLIPS, None))
-    assert task.eval_inputs(batch, bool).args[2].ctc_weight == 0.5
+    assert task.eval_inputs(batch, bool).args[2].ctc_weight == 0.4
     said = {}
     for weight in (0.0, 0.9):
         asked = task_of(

@@ -102,7 +102,7 @@ class Evaluation(Section):
     ctc_weight: Beta | Auto = free(
         "auto",
         description="speech-seq2seq with `training.ctc_weight`: joint decoding, the weight of the CTC head's score "
-        "of each token, of which the decoder's has the rest. `auto`: 0.5; without the head, and with timestamps, 0.",
+        "of each token, of which the decoder's has the rest. `auto`: 0.4; without the head, and with timestamps, 0.",
     )
     window: Annotated[float, Field(gt=0, le=30)] | Literal["bucket", "auto"] = free(
         "auto",

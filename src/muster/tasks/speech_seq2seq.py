@@ -53,7 +53,7 @@ from muster.workloads import Workload
 
 BEAMS = 5
 TOKEN_MULTIPLE = 32
-JOINT_WEIGHT = 0.5  # of a CTC head in decoding
+JOINT_WEIGHT = 0.4  # of a CTC head in decoding
 CTC_TARGETS = ("ctc_targets", "ctc_target_lengths")
 
 

@@ -299,13 +299,15 @@ def drop(module: nn.Module, x: Tensor) -> Tensor:
 def initial_std(name: str, shape: tuple[int, ...]) -> float | None:
     """Standard deviation of a parameter's initial values; None: norms start at one, biases at zero.
 
-    Layers preserve the scale of their inputs. With one small std for all, as in transformers, a
-    narrow encoder's output would initially depend on little besides its positions.
+    Layers preserve the scale of their inputs, the convolutions with the GELU behind them, which halves it.
+    With one small std for all, as in transformers, a narrow encoder's output would initially depend on little
+    besides its positions.
     """
     module, _, kind = name.rpartition(".")
     if kind == "bias" or module.endswith("layer_norm"):
         return None
-    return 0.02 if "embed_" in module else 1 / math.sqrt(math.prod(shape[1:]))
+    gain = 2.0 if ".conv" in module else 1.0
+    return 0.02 if "embed_" in module else gain / math.sqrt(math.prod(shape[1:]))
 
 
 class FreshWhisper:

@@ -26,7 +26,8 @@ class Muon(DeviceOptimizer):
     optimizer, one learning rate.
 
     Orthogonalizing takes the whole matrix. Momentum stays in shards; the update is gathered in bfloat16,
-    which is what torch computes in, every rank orthogonalizes it and takes its shard.
+    which is what torch computes in, every rank orthogonalizes it and takes its shard. On CPUs it stays
+    float32: products in bfloat16 take them four times as long.
     """
 
     def __init__(
@@ -74,12 +75,29 @@ class Muon(DeviceOptimizer):
         for p, g in zip(members, gradients, strict=True):
             buffer, weight = local(self.state[p]["momentum_buffer"]), local(p)
             average = buffer.lerp(g, 1 - momentum)
-            whole = _whole(p, g.lerp(average, momentum).bfloat16())
-            update = _zeropower_via_newtonschulz(whole, COEFFICIENTS, NEWTON_SCHULZ_STEPS, EPS)
+            update = _orthogonalized(_whole(p, g.lerp(average, momentum).to(_computes_in(p))))
             own = update[local_part(p)[1]].to(weight.device)
             self.set_(buffer, average)
             decayed = weight * (1 - lr * group["weight_decay"])
             self.set_(weight, decayed.add_(own, alpha=-_adjust_lr(lr, ADJUSTED, p.shape)))
+
+
+def _computes_in(p: Tensor) -> torch.dtype:
+    where = p.device_mesh.device_type if isinstance(p, DTensor) else p.device.type
+    return torch.float32 if where == "cpu" else torch.bfloat16
+
+
+def _orthogonalized(matrix: Tensor) -> Tensor:
+    if matrix.dtype != torch.float32:
+        return _zeropower_via_newtonschulz(matrix, COEFFICIENTS, NEWTON_SCHULZ_STEPS, EPS)
+    a, b, c = COEFFICIENTS  # torch's steps, which it takes in bfloat16 only
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def _whole(p: Tensor, mine: Tensor) -> Tensor:
