@@ -198,6 +198,13 @@ def test_the_best_evaluation_is_by_the_tasks_own_score(tmp_path):
     assert words.best.checkpoint == saved
     images = _evaluated(tmp_path, {"loss": 1.0, "accuracy": 0.9}, {"loss": 0.5, "accuracy": 0.8})
     assert (images.best.step, images.best.name, images.best.score) == (10, "accuracy", 0.9)
+    recall = _evaluated(tmp_path, {"loss": 1.0, "recall": 0.9}, {"loss": 0.5, "recall": 0.8})
+    lines = [e | {"metric": "recall", "better": "max"} for e in recall.events()]
+    (recall.path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    assert (recall.best.step, recall.best.name) == (10, "recall")
+    listed = CliRunner().invoke(app, ["runs", "--dir", str(tmp_path)], env={"COLUMNS": "200"})
+    assert re.search(rf"{words.name} .* 30\.00% at 20 +│", listed.output)
+    assert re.search(rf"{images.name} .* 90\.00% at 10 \(not kept\) +│", listed.output)
     assert _evaluated(tmp_path).best is None
     assert _evaluated(tmp_path, {"harmony": 1.0}).best is None
 

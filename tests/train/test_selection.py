@@ -191,6 +191,10 @@ def test_all_ranks_end_early_at_the_same_step_and_a_resumed_run_stays_ended(
     patient = [*asked, "training.steps=12", "training.early_stopping.patience=3"]
     script = {10: 3.0, 12: 1.0}
     assert ranks(1)(run, str(tmp_path), patient, recipe, script) == [10]
+    ends = [*asked, "training.steps=8"]  # where it would have ended anyway
+    assert ranks(1)(disagreeing, str(tmp_path / "ends"), ends, recipe) == [(8, True)]
+    events = read_lines(tmp_path / "ends" / "events.jsonl")
+    assert "early_stop" not in {event["event"] for event in events}
 
 
 def feed(rule: Selection, *scores: float, name: str = "wer") -> list[bool]:

@@ -201,7 +201,7 @@ def validate(job: Job, done: int) -> bool:
     better = rule.better.get(str(rule.metric))
     choice = {"best": best, "metric": rule.metric, "better": better}
     job.observer.evaluation(done, found.split, found.scores, found.remarks, **choice)
-    if rule.exhausted:
+    if rule.exhausted and done < job.steps:
         job.observer.event("early_stop", step=done, words=rule.words())
     return best and rule.keeps
 

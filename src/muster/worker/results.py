@@ -235,7 +235,7 @@ def _best_part(job: Job, done: int, step: int | None) -> dict[str, Any] | None:
         "kept": step == rule.best_step,
         "last_step": done,
         "last_score": rule.score if rule.step == done else None,
-        "ended_early": rule.words() if rule.exhausted else None,
+        "ended_early": rule.words() if rule.exhausted and done < job.steps else None,
     }
 
 
