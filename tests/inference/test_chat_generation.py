@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from muster.errors import MusterError
 from muster.inference.export import export_checkpoint
 from muster.inference.generate import answer
 from muster.inference.load import Trained, load_trained
+from muster.models.huggingface.generation import Generation
 from muster.training.checkpoint import Saved
 
 ASKED = [{"role": "user", "content": "hello"}]
@@ -83,6 +85,11 @@ def test_a_reply_ends_with_its_turn(model):
     ended = model.task.template.source.replace("<|im_end|>", "<|endoftext|>")
     other = type(model.task.template)(ended, {})
     assert reply_ends(tokenizer, other) == {0, 2}
+    task = copy.copy(model.task)
+    task.template, task.generation = other, Generation({}, (2, 9))
+    assert task.ends == {0, 2, 9}
+    assert task.generation.document(task.ends) == {"eos_token_id": [2, 9, 0]}  # for the export
+    assert task.generation.document({2}) is None  # config.json says it
     basic = find_template("basic", None, Bytes().end_text)
     assert reply_ends(Bytes(), basic) == {256}
 

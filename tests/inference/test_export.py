@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,20 @@ import torch.distributed.checkpoint as dcp
 import typer
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from typer.testing import CliRunner
 
 from muster.cli.export import export as export_command
 from muster.errors import MusterError
 from muster.inference.export import export_checkpoint
+from muster.inference.generate import generate
+from muster.inference.load import load_trained
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.training.checkpoint import FORMAT, digest
@@ -115,6 +124,31 @@ def test_a_pretrained_model_keeps_its_family_tokenizer_and_special_tokens(
 
 
 @torch.no_grad()
+def test_what_ends_a_text_and_how_it_is_sampled_goes_along(pretrained: Path, tmp_path: Path):
+    """generation_config.json, which transformers believes rather than config.json, comes from the
+    checkpoint: the pretrained folder may be gone."""
+    folder, length = tmp_path / "model", ["data.sequence_length=32"]
+    shutil.copytree(pretrained, folder)
+    settings = {"eos_token_id": [7, 62], "do_sample": True, "temperature": 0.6, "top_k": 20}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    recipe = ("llama-micro", [f"model.pretrained={folder}", *length])
+    run, _ = checkpoint(tmp_path / "run", *recipe)
+    adapted, _ = checkpoint(tmp_path / "adapted", recipe[0], [*recipe[1], *LORA])
+    trained = load_trained(run)
+    shutil.rmtree(folder)
+    for number, one in enumerate((run, adapted)):
+        export_checkpoint(one, tmp_path / f"out-{number}")
+        found = GenerationConfig.from_pretrained(tmp_path / f"out-{number}").to_dict()
+        # and 20, with which the documents that it was trained on end
+        assert {name: found[name] for name in settings} == settings | {"eos_token_id": [7, 62, 20]}
+    assert trained.task.ends == load_trained(run).task.ends == {7, 62, 20}
+    with torch.no_grad():
+        trained.model.head.weight.zero_()
+    text = "".join(next(generate(trained, "c b a", temperature=1.0, max_tokens=60, seed=3)))
+    assert 0 < len(text.split()) < 60
+    assert "h" not in text  # token 7
+
+
 def test_without_the_original_folder_the_checkpoint_brings_its_own_tokenizer(
     pretrained: Path, tmp_path: Path
 ):

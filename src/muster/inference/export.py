@@ -17,6 +17,7 @@ from muster.inference.load import trained_model, trained_task, whole
 from muster.models import lora
 from muster.models.huggingface import folder as huggingface
 from muster.models.huggingface import speech_folder
+from muster.models.huggingface.generation import FILE as GENERATION
 from muster.models.huggingface.tensors import refuse_full
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import Weights
@@ -142,12 +143,15 @@ def _base(pretrained: str) -> str:
 
 
 def _tokenizer(task: CausalLM) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """The tokenizer as the checkpoint has it, with the other files of the original."""
+    """The tokenizer and generation_config.json as the checkpoint has them, with the other files of the original."""
     files: dict[str, bytes] = {}
     keys: dict[str, Any] = {"bos_token_id": task.tokenizer.end, "eos_token_id": task.tokenizer.end}
     saved = task.tokenizer.to_json()
     if saved["kind"] != "huggingface":
         return files, keys
+    generation = task.generation.document(task.ends)
+    if generation is not None:
+        files[GENERATION] = json.dumps(generation, indent=2).encode()
     files["tokenizer.json"] = saved["tokenizer"].encode()
     if isinstance(task.config, TransformersConfig) and task.recipe.model.pretrained:
         keys = {}  # config.json goes out with the ids it came with
@@ -172,7 +176,7 @@ def _processor(task: SpeechSeq2Seq) -> tuple[dict[str, bytes], dict[str, Any]]:
         trained = {k: generation[k] for k in ("language", "task") if k in generation}
         generation = found.keys | trained
     documents: dict[str, Any] = {
-        "generation_config.json": generation,
+        GENERATION: generation,
         "preprocessor_config.json": preprocessor_config(task.config.mels),
     }
     if task.spelling is not None:

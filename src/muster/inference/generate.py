@@ -83,9 +83,8 @@ def generate(
             f"the prompt has {len(before) - 1} tokens, and the model's {task.config.positions} "
             f"positions take {task.config.positions - 1} at most; shorten it"
         )
-    ends = frozenset([task.tokenizer.end])
     sampling = Sampling(temperature, top_k, top_p)
-    return _streams(trained, task, before, 1, ends, sampling, max_tokens, seed, range(samples))
+    return _streams(trained, task, before, 1, task.ends, sampling, max_tokens, seed, range(samples))
 
 
 def answer(
@@ -115,7 +114,8 @@ def answer(
             f"the conversation has {len(before)} tokens, more than the model's {task.config.positions} "
             "positions; start a new one"
         )
-    ends, sampling = reply_ends(task.tokenizer, template), Sampling(temperature, top_k, top_p)
+    ends = task.ends | reply_ends(task.tokenizer, template)
+    sampling = Sampling(temperature, top_k, top_p)
     streams = _streams(trained, task, before, 0, ends, sampling, max_tokens, seed, [sample])
     return next(streams)
 

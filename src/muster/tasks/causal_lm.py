@@ -22,6 +22,7 @@ from muster.data.text.tokenizers import Tokenizer
 from muster.errors import RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
 from muster.models.decoder import INITIAL_STD, Decoder, Part, initial_std
+from muster.models.huggingface.generation import Generation, read_generation
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import FreshWeights, Weights
 from muster.recipe.schema import Recipe
@@ -47,18 +48,22 @@ class CausalLM(Task):
             self.config = _config_from_json(assets["config"], trust_remote_code=trusted)
             self.family = assets["family"]
             self._std = assets.get("initial_std", INITIAL_STD)
+            known = assets.get("generation")  # which older checkpoints lack
+            self.generation = Generation.from_json(known) if known else Generation()
         else:
             self._folder = _pretrained(recipe)
             wanted = recipe.data.tokenizer
             self.tokenizer = tokens.choose(wanted.kind, wanted.path, self._folder)
             self.config = self._configure()
             self._std = self._initial_std()
+            self.generation = read_generation(self._folder) if self._folder else Generation()
         self._check()
         self.assets = {
             "tokenizer": self.tokenizer.to_json(),
             "config": dataclasses.asdict(self.config),
             "family": self.family,
             "initial_std": self._std,
+            "generation": self.generation.to_json(),
         }
 
     def build_model(self) -> nn.Module:
@@ -93,6 +98,11 @@ class CausalLM(Task):
         from muster.models.huggingface.transformers_weights import FreshTransformersWeights
 
         return FreshTransformersWeights(self.recipe.seed, config)
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text: the tokenizer's, and those of the pretrained model."""
+        return frozenset([self.tokenizer.end, *self.generation.ends])
 
     @property
     def isolates(self) -> bool:

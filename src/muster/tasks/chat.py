@@ -14,7 +14,7 @@ from torch import Tensor
 from muster.data import corpus
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch
-from muster.data.text.chat import ChatSample, ChatSource
+from muster.data.text.chat import ChatSample, ChatSource, reply_ends
 from muster.data.text.chat_template import ChatTemplate, find_template
 from muster.data.text.conversations import are_chat
 from muster.data.text.packing import document_starts
@@ -40,6 +40,10 @@ class ChatLM(CausalLM):
                 recipe.data.chat_template, folder, self.tokenizer.end_text
             )
         self.assets["chat_template"] = self.template.to_json()
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return super().ends | reply_ends(self.tokenizer, self.template)
 
     @property
     def isolates(self) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from muster.data.corpus import Split
 from muster.data.loader import Inputs
-from muster.data.text.chat import ChatSource, Question, reply_ends
+from muster.data.text.chat import ChatSource, Question
 from muster.observe.heartbeat import beat
 from muster.tasks.chat import ChatLM
 from muster.training.job import Job
@@ -59,7 +59,7 @@ def _generate(
     job: Job, task: ChatLM, questions: list[Question], max_tokens: int
 ) -> list[list[int]]:
     """New tokens of each, without what ends them."""
-    ends, size = reply_ends(task.tokenizer, task.template), task.tokenizer.size
+    ends, size = task.ends, task.tokenizer.size
     length = task.recipe.data.sequence_length
     longest = max(len(question.asked) for question in questions)
     if not job.compiled:  # else every other length would be compiled anew

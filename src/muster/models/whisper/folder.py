@@ -14,6 +14,8 @@ from torch import Tensor
 from muster.errors import RecipeError
 from muster.models.configs import WhisperConfig
 from muster.models.huggingface.config import ConfigFile
+from muster.models.huggingface.generation import FILE as GENERATION_FILE
+from muster.models.huggingface.generation import read_keys
 from muster.models.huggingface.tensors import (
     SHARD_BYTES,
     Shapes,
@@ -38,7 +40,6 @@ KEYS = {
     "source_positions": "max_source_positions",
     "target_positions": "max_target_positions",
 }
-GENERATION = "generation_config.json"
 
 
 def read_config(folder: Path, key: str = "model.pretrained") -> WhisperConfig:
@@ -69,18 +70,11 @@ class Generation:
 
 def read_generation(folder: Path) -> Generation:
     """From generation_config.json or, in older folders without one, config.json."""
-    path = folder / GENERATION
+    path = folder / GENERATION_FILE
     if not path.is_file():
         found = ConfigFile(folder, ("whisper",))
         return Generation(*_suppressed(found.path, found.keys))
-    try:
-        keys = json.loads(path.read_text())
-        if not isinstance(keys, dict):
-            raise ValueError("it is no table of keys")
-    except (ValueError, OSError) as error:
-        raise RecipeError(
-            f"model.pretrained: {path} cannot be read ({error}); copy the folder again"
-        ) from None
+    keys = read_keys(folder)
     return Generation(*_suppressed(path, keys), keys)
 
 
