@@ -73,6 +73,13 @@ TEXT = ["gpt-micro", "data.train=text.txt"]
             2,
             "training.optimizer: muon needs matrices",
         ),
+        (
+            ["gpt-micro", "+model.lora={targets: [q, gate]}"],
+            1,
+            "targets: gate; this model's layers",
+        ),
+        (["whisper-micro", "+model.lora={targets: [q_proj, gate]}"], 1, "targets: gate; this"),
+        (["gpt-micro", "+model.lora={}", "distributed.strategy=tensor"], 2, "ddp, fsdp and hsdp"),
         (["gpt-micro", "model.pretrained=broken"], 1, "config.json cannot be read"),
         (["gpt-micro", "model.pretrained=empty"], 1, "empty has no config.json"),
         (["gpt-micro", "model.pretrained=./gone"], 1, "there is no folder ./gone"),
@@ -133,6 +140,12 @@ def test_what_can_be_trained_or_cannot_be_known_is_let_through(folder):
     (folder / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     bytes_ = "data.tokenizer.kind=bytes"
     check(*TEXT, f"{batch}3", "model.pretrained=llama", bytes_)
+    names = ["q_proj", "v", "gate_proj"]
+    check(*TEXT, f"{batch}3", "model.pretrained=llama", bytes_, f"+model.lora={{targets: {names}}}")
+    with pytest.raises(
+        MusterError, match="targets: qkv_proj; this model's layers are q, k, v, o, gate"
+    ):
+        check("gpt-micro", "model.pretrained=llama", "+model.lora={targets: [qkv_proj]}")
 
 
 def test_tokens_that_are_cached_are_counted_exactly(folder):

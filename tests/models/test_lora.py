@@ -98,6 +98,15 @@ def test_a_part_has_the_names_of_the_whole():
     assert not any(p.requires_grad for p in nothing.parameters())
 
 
+def test_the_names_of_transformers_are_the_same_layers():
+    with torch.device("meta"):
+        ours = attach(Decoder(LLAMA), ["q", "o", "gate", "up"])
+        theirs = attach(Decoder(LLAMA), ["q_proj", "o_proj", "gate_proj", "up", "up_proj"])
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    with pytest.raises(RecipeError, match=r"targets: gate_proj, c_attn; this model's"):
+        attach(Decoder(GPT2), ["q_proj", "gate_proj", "c_attn"])
+
+
 @pytest.mark.parametrize("targets", [["q", "gate"], ["head"], ["tokens"], []])
 def test_unknown_targets_are_refused_with_the_names_that_exist(targets: list[str]):
     with pytest.raises(RecipeError, match=r"model\.lora\.targets.*q, k, v, o, up, down"):

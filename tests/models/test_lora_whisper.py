@@ -69,7 +69,7 @@ def test_at_the_start_the_logits_are_the_base_models(folder: Path):
     torch.testing.assert_close(found, load(folder)(features(), tokens()), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("targets", [["q", "gate"], ["q_proj"], []])
+@pytest.mark.parametrize("targets", [["q", "gate"], ["gate_proj"], []])
 def test_unknown_targets_are_refused_with_the_names_that_exist(folder: Path, targets: list[str]):
     with pytest.raises(RecipeError, match=r"model\.lora\.targets.*q, k, v, o, up, down"):
         adapted(folder, targets)

@@ -40,9 +40,11 @@ def check_model(recipe: Recipe, layout: Layout) -> None:
     check_preset(recipe.task, wanted.preset, wanted.sizes)
     match configure(wanted.preset, wanted.sizes):
         case DecoderConfig() as config:
+            _check_adapters(recipe, config)
             check_length(length, config.positions, wanted.title, pretrained=False)
             layout.check_heads(config.heads, config.kv_heads, wanted.title)
         case WhisperConfig() as config:
+            _check_adapters(recipe, None)
             layout.check_heads(config.decoder_heads, config.encoder_heads, wanted.title)
 
 
@@ -64,9 +66,13 @@ def _check_config(recipe: Recipe, folder: Path, key: str, layout: Layout) -> Non
 
     if recipe.task == "speech-seq2seq":
         ConfigFile(folder, ("whisper",), key=key)
+        _check_adapters(recipe, None)
     elif recipe.task == "causal-lm":
         trusted = recipe.model.trust_remote_code
-        if check_folder(folder, key, trust_remote_code=trusted) is None:
+        config = check_folder(folder, key, trust_remote_code=trusted)
+        if config is not None:
+            _check_adapters(recipe, config)
+        else:
             # transformers' modules have neither pipelines nor context ranks
             replace(layout, tensor=1).check_model(ParallelPlan(()), recipe.model.title)
     elif recipe.task == "speech-ctc" and key == "model.pretrained":
@@ -76,6 +82,16 @@ def _check_config(recipe: Recipe, folder: Path, key: str, layout: Layout) -> Non
         raise RecipeError(
             f"model.config: {recipe.task} takes model.preset; a config.json is for causal-lm and speech-seq2seq"
         )
+
+
+def _check_adapters(recipe: Recipe, config: DecoderConfig | None) -> None:
+    """The names of layers; those of a model that transformers builds are only known when it is built.
+    `config` None is Whisper's."""
+    from muster.models.lora_targets import check_targets, refuse_missing_library
+
+    if recipe.model.lora is not None:
+        refuse_missing_library()
+        check_targets(recipe.model.lora.targets, config)
 
 
 def _folder(recipe: Recipe) -> Path | None:

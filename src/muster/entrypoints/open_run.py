@@ -152,6 +152,7 @@ def check_before_launch(
     options of its task."""
     from muster.data import corpus
     from muster.entrypoints.before_launch import check_model, check_samples, check_tokenizer
+    from muster.parallel.adapters import refuse_adapters
     from muster.parallel.layout import layout_for
     from muster.parallel.optimizers.facts import refuse_optimizer
     from muster.recipe.batch import settle, solve
@@ -160,6 +161,7 @@ def check_before_launch(
     layout = layout_for(recipe.distributed, ranks, local_world=local_ranks)
     layout.check_sequences(recipe)
     refuse_optimizer(recipe, layout)
+    refuse_adapters(recipe, layout)
     solve(recipe.training, layout.data_ranks)
     if recipe.task in WORKLOADS and (not resumed or recipe.model.pretrained is None):
         check_model(recipe, layout)

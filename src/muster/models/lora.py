@@ -17,34 +17,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from muster.errors import CheckpointError, MusterError, RecipeError
+from muster.errors import CheckpointError, MusterError
 from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.models.huggingface.config import family_for
 from muster.models.huggingface.folder import place
 from muster.models.huggingface.tensors import TensorLocation, new_folder
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.huggingface.transformers_model import PREFIX, TransformersLM, stacks
+from muster.models.lora_targets import SHORT_NAMES, WHISPER_NAMES, settled
 from muster.models.weights import Region, Weights, keyed_generator
 from muster.models.whisper.model import Whisper
 
-WHISPER_NAMES = {
-    "q": "q_proj",
-    "k": "k_proj",
-    "v": "v_proj",
-    "o": "out_proj",
-    "up": "fc1",
-    "down": "fc2",
-}
-# What a recipe calls layers of transformers' families; others go by their own names.
-SHORT_NAMES = {
-    "q_proj": "q",
-    "k_proj": "k",
-    "v_proj": "v",
-    "o_proj": "o",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
 BASE = ".base_layer"
 A, B = ".lora_A.default.weight", ".lora_B.default.weight"
 
@@ -58,17 +41,12 @@ def attach(
     blocks, names = _layers(model)
     if not names:  # a part that holds an end of the model only
         return
-    unknown = [target for target in targets if target not in names]
-    if unknown or not targets:
-        raise RecipeError(
-            f"model.lora.targets: {', '.join(unknown) or 'the list is empty'}; "
-            f"this model's layers are {', '.join(names)}"
-        )
+    wanted = settled(targets, names)
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise MusterError("model.lora needs peft: pip install 'muster-train[peft]'") from None
-    modules = rf"{blocks}\..+\.({'|'.join(names[target] for target in targets)})"
+    modules = rf"{blocks}\..+\.({'|'.join(names[target] for target in wanted)})"
     options: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "lora_dropout": dropout}
     inject_adapter_in_model(LoraConfig(target_modules=modules, **options), model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from muster.errors import RecipeError
 from muster.models.plan import ParallelPlan
+from muster.parallel.adapters import refuse_adapters
 from muster.parallel.float8 import MULTIPLE
 from muster.parallel.layout import Layout
 from muster.parallel.optimizers.facts import refuse_optimizer
@@ -17,11 +18,7 @@ def refuse_conflicts(recipe: Recipe, layout: Layout) -> None:
     own = recipe.task not in WORKLOADS  # which only tries can tell, where the recipe asks for it
     if training.cuda_graphs is True and (problem := no_graphs(recipe, layout, own or None)):
         raise RecipeError(f"training.cuda_graphs: {problem}; set it to false")
-    if recipe.model.lora and (layout.zero or layout.tensor > 1 or layout.pipeline > 1):
-        raise RecipeError(
-            f"model.lora: adapters train under ddp, fsdp and hsdp; this is {layout}. "
-            "Change distributed.strategy"
-        )
+    refuse_adapters(recipe, layout)
     if training.ctc_weight and (layout.tensor > 1 or layout.pipeline > 1):
         raise RecipeError(
             "training.ctc_weight: the CTC head trains where a rank has the whole model or shards of it by FSDP "

@@ -20,8 +20,8 @@ class Lora(Section):
     dropout: Fraction = Field(0.0, description="On the adapters' input.")
     targets: list[str] = Field(
         ["q", "v"],
-        description="Layers that get an adapter, by name: q k v o gate up down (Whisper: no gate); layers of "
-        "other names by those, such as qkv_proj.",
+        description="Layers that get an adapter, by name: q k v o gate up down (Whisper: no gate) or, "
+        "as transformers calls them, q_proj …; layers of other names by those, such as qkv_proj.",
     )
 
 
