@@ -120,6 +120,8 @@ def test_chat_rows_are_summed_up_by_turns(tmp_path):
     (summary,) = parts(tmp_path)
     assert (summary.what, summary.count, summary.twins) == ("conversations", 3, {2: 0})
     assert summary.details == ["turns: user 4, assistant 4"]
+    (alone,) = parts(tmp_path / "a.jsonl")
+    assert (alone.what, alone.count) == ("conversations", 3)
 
 
 def test_images_are_summed_up_by_class_and_size(tmp_path):

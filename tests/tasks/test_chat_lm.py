@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 import muster
+import processes
 from chats import CHATML, write_model, write_rows
 from muster import run_directory
 from muster.checks.parity import distance, short_recipe, training_curve
@@ -138,7 +141,7 @@ def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
         folder,
         "training.epochs=4",
         "training.global_batch_size=2",
-        "training.lr=4e-2",
+        "training.lr=2e-2",
         "distributed.strategy=fsdp",
         "training.precision=fp32",
         "evaluation.answers=2",
@@ -146,7 +149,7 @@ def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
     )
     results = ranks(2)(train_to_the_end, str(tmp_path), words)[0]
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
     assert {name for name in lines[0] if "token" in name} == {"tokens_per_s"}
     assert set(results["scores"]) == {"loss", "perplexity", "tokens"}
     loaded = muster.load(tmp_path)
@@ -193,3 +196,28 @@ def test_chat_rows_without_a_template_say_what_to_do(tmp_path):
     (tmp_path / "own.jinja").write_text(CHATML)
     own = build_task(load("gpt-micro", [*words, f"data.chat_template={tmp_path / 'own.jinja'}"]))
     assert own.template.source == CHATML
+
+
+@pytest.mark.full  # half a minute: ranks of their own
+def test_the_manual_runs_as_written(folder, tmp_path):
+    """Its commands in the folder that it speaks of, in which the model answers what it was taught."""
+    pytest.importorskip("peft")
+    page = (Path(__file__).parents[2] / "docs" / "chat.md").read_text()
+    commands = [
+        line.partition("  #")[0].strip()
+        for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    assert [command.split()[1] for command in commands] == ["train", "generate", "generate"]
+    write_model(tmp_path / "my-model", max_position_embeddings=1024)
+    for name, count in (("rows", 90), ("held-out", 9)):
+        write_rows(tmp_path / f"{name}.jsonl", count)
+    said = []
+    for command in commands:
+        words = shlex.split(command.removeprefix("muster "))
+        ended = processes.run([*processes.MUSTER, *words], tmp_path, stdin="hello\nagain\n")
+        said.append(ended.stdout)
+    assert "validation data" in said[0]
+    assert "answered" in said[0]
+    assert len(said[1].splitlines()) >= 2
+    assert said[2].strip()

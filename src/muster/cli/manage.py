@@ -74,7 +74,9 @@ def _suggest(run: Run, state: str) -> None:
             (f"{muster} export {name} FOLDER", "for transformers and its pipelines"),
         ],
         "causal-lm": [
-            (f'{muster} generate {name} "def main("', "how does it go on?"),
+            (f"{muster} generate {name} --chat", "talk with it")
+            if recipe.data.format == "chat" or (run.results() or {}).get("answers")
+            else (f'{muster} generate {name} "def main("', "how does it go on?"),
             (f"{again} --strategy fsdp", "the model in shards on two ranks: the same losses"),
         ],
         "image-classification": [

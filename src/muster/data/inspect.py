@@ -70,6 +70,9 @@ def content_of(spec: str) -> Content:
         except DataError as error:
             reasons.append(str(error))
             continue
+        endings = corpus.ENDINGS[content]
+        if content != "text" and found and not f"/{found[0]}".endswith(endings):
+            continue  # a file that is named is found whatever it ends in
         if not found or found[0].suffix != ".parquet":
             return content
         corpus.remote.fetch(found[:1])

@@ -33,7 +33,7 @@ class Answer:
 
 
 def answers(job: Job, split: Split) -> list[Answer]:
-    """The last replies of `evaluation.answers` rows of a split, spread evenly over it. All ranks call it."""
+    """To the last questions of `evaluation.answers` rows of a split, spread evenly over it. All ranks call it."""
     task, wanted, layout = job.task, job.recipe.evaluation, job.mesh.layout
     if not isinstance(task, ChatLM) or not wanted.answers:
         return []

@@ -126,7 +126,8 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     final = final_scores(job, done)
     best = None if final is None else best_scores(job, done, final.split)
     log_bad_rows(job.loader.source, job.mesh)
-    said = [] if final is None else answers(job, cast(Split, final.split))
+    scored = cast(Split, final.split) if final else "train"
+    said = answers(job, scored) if _is_scored(job, done) else []
     if not job.mesh.first:
         return {}
     changes: dict[str, Any] = {}
@@ -140,9 +141,13 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     return write_results(job, run, done, best or final, peak, **changes)
 
 
+def _is_scored(job: Job, done: int) -> bool:
+    return (done == job.steps or job.ended_early) and job.recipe.evaluation.final
+
+
 def final_scores(job: Job, done: int) -> Evaluation | None:
     """Of a finished run: on test data if there is any, else on validation data."""
-    if not (done == job.steps or job.ended_early) or not job.recipe.evaluation.final:
+    if not _is_scored(job, done):
         return None
     if done in job.validated and job.task.source("test") is None:
         return job.validated[done]
