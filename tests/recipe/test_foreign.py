@@ -83,6 +83,41 @@ def test_a_name_from_elsewhere_is_answered_at_any_place(key, words):
     assert str(caught.value) == f"{key}: no such key; {instead(key)}"
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("adamw_torch", "adamw"),
+        ("adamw_torch_fused", "adamw"),
+        ("paged_adamw_32bit", "adamw"),
+        ("AdamW", "adamw"),
+        ("adamw_bnb_8bit", "adamw-8bit"),
+        ("paged_adamw_8bit", "adamw-8bit"),
+        ("adafactor", "adafactor"),
+        ("sgd", "sgd"),
+    ],
+)
+def test_the_name_of_an_optimizer_is_answered_with_ours(theirs: str, ours: str):
+    assert instead("optim", theirs).endswith(f"; {theirs} is training.optimizer={ours}")
+    assert ours in keys()["training.optimizer"].choices
+
+
+def test_every_key_of_a_file_from_elsewhere_is_answered(tmp_path):
+    assert instead("optim", "lion_8bit").endswith(
+        "; there is no lion_8bit, only adamw, adamw-8bit, adafactor, muon and sgd"
+    )
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "task: causal-lm\noptim: adamw_torch\nnum_train_epochs: 3\ntraining: {lr: fast}\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load(str(file))
+    assert str(caught.value).splitlines() == [
+        "optim: no such key; optim of TrainingArguments is training.optimizer here; adamw_torch is "
+        "training.optimizer=adamw (and 1 more: training.lr)",
+        "num_train_epochs: no such key; num_train_epochs of TrainingArguments is training.epochs here",
+    ]
+
+
 TYPOS = """training.learn_rate=training.lr training.stpes=training.steps training.step=training.steps
 trainning.steps=training.steps training.globl_batch_size=training.global_batch_size
 training.batchsize=training.global_batch_size training.warmup=training.warmup_steps

@@ -162,9 +162,9 @@ def nearest(name: str) -> str | None:
     return known[best] if score(best) >= NEAR else None
 
 
-def instead(name: str) -> str:
-    """What to write in place of the unknown key `name`."""
-    known = foreign.answer(name, {key.rpartition(".")[2]: key for key in keys()})
+def instead(name: str, value: Any = None) -> str:
+    """What to write in place of the unknown key `name`, which was given `value`."""
+    known = foreign.answer(name, {key.rpartition(".")[2]: key for key in keys()}, value)
     near = None if known else nearest(name)
     return known or (f"nearest is {near}" if near else "`muster recipe schema` lists them all")
 

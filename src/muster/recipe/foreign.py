@@ -6,6 +6,7 @@ tables of docs/coming-from.md are written from this one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -186,7 +187,10 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("lora_r", "model.lora.rank"),
         Foreign("lora_alpha", "model.lora.alpha"),
         Foreign("lora_dropout", "model.lora.dropout"),
-        Foreign("lora_target_modules lora_target_linear", "model.lora.targets"),
+        Foreign("lora_target_modules", "model.lora.targets", "q_proj or, in short, q"),
+        Foreign(
+            "lora_target_linear", "model.lora.targets", "name them: q, k, v, o, gate, up, down"
+        ),
         Foreign("datasets", "data.train", "files, without prompt formats"),
         Foreign("val_set_size", "data.validation", "files, not a fraction"),
         Foreign("dataset_prepared_path", note="the cache of tokens lies where XDG_CACHE_HOME says"),
@@ -218,9 +222,24 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
 }
 
 
-def answer(key: str, leaves: Mapping[str, Any]) -> str | None:
-    """What to write instead of the unknown `key`, at whatever place in the recipe it stands. `leaves` are
-    the last words of the keys that exist: a section's foreign name says nothing about those."""
+# What optimizers are called elsewhere, by pattern, and here; the first that matches.
+OPTIMIZERS = (
+    (r"(paged_)?adamw.*_8bit|adamw8bit", "adamw-8bit"),
+    (
+        r"adamw_(torch|hf|apex|torch_fused|torch_xla|torch_npu_fused|apex_fused|anyprecision)",
+        "adamw",
+    ),
+    (r"adamw?|paged_adamw(_32bit)?|fusedadam|torchadamw", "adamw"),
+    (r"adafactor|flax_adafactor", "adafactor"),
+    (r"sgd", "sgd"),
+    (r"muon", "muon"),
+)
+
+
+def answer(key: str, leaves: Mapping[str, Any], value: Any = None) -> str | None:
+    """What to write instead of the unknown `key`, at whatever place in the recipe it stands, and of an
+    optimizer's name as its `value`. `leaves` are the last words of the keys that exist: a section's foreign
+    name says nothing about those."""
     parts = key.lower().split(".")
     tails = [".".join(parts[start:]) for start in range(len(parts))]
     heads = [] if parts[-1] in leaves else reversed(parts[:-1])
@@ -228,9 +247,19 @@ def answer(key: str, leaves: Mapping[str, Any]) -> str | None:
         for source, row in _rows(name):
             if row.key:
                 more = f" ({row.note})" if row.note else ""
+                more += _optimizer(value) if row.key == "training.optimizer" else ""
                 return f"{name} of {source} is {row.key} here{more}"
             return f"nothing here is like {name} of {source}: {row.note}"
     return None
+
+
+def _optimizer(value: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    for pattern, ours in OPTIMIZERS:
+        if re.fullmatch(pattern, value.lower()):
+            return f"; {value} is training.optimizer={ours}"
+    return f"; there is no {value}, only adamw, adamw-8bit, adafactor, muon and sgd"
 
 
 def _rows(name: str) -> Iterator[tuple[str, Foreign]]:

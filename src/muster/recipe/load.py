@@ -44,6 +44,8 @@ NEW_TO_HYDRA = (
 )
 
 log = logging.getLogger(__name__)
+
+UNKNOWN = "no such key; "
 _composing = threading.Lock()  # Hydra keeps its state in a global
 
 
@@ -312,8 +314,13 @@ def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
     older = {new: old for old, new in renamed.items()}
     (first, message), *rest = problems.items()
     label = f"{older[first]} (now {first})" if first in older else first
+    # A recipe from elsewhere has many keys that are none: each is answered, on a line of its own.
+    told = [(key, words) for key, words in rest if words.startswith(UNKNOWN)]
+    rest = [one for one in rest if one not in told]
     more = f" (and {len(rest)} more: {', '.join(key for key, _ in rest)})" if rest else ""
-    raise RecipeError(" ".join(f"{label}: {message}".split()) + more)
+    lines = [" ".join(f"{label}: {message}".split()) + more]
+    lines += [" ".join(f"{key}: {words}".split()) for key, words in told]
+    raise RecipeError("\n".join(lines))
 
 
 def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
@@ -325,8 +332,8 @@ def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
             section, _, leaf = dotted.rpartition(".")
             yield dotted, f"a file nests its keys; write {leaf} under {section}"
         elif key is None:
-            for leaf, _ in _leaves(dotted, value):
-                yield leaf, f"no such key; {instead(leaf)}"
+            for leaf, given in _leaves(dotted, value):
+                yield leaf, f"{UNKNOWN}{instead(leaf, given)}"
         elif value == MISSING:
             yield dotted, f"has no value yet; give it: {dotted}=VALUE"
         elif key.is_section and isinstance(value, dict):
