@@ -112,7 +112,9 @@ def killed(mesh, folder, overrides, recipe, script, method: str) -> None:
     job.observer.close()
 
 
-@pytest.mark.parametrize(("method", "best"), [("_write_manifest", 2), ("_prune", 4)])
+@pytest.mark.parametrize(
+    ("method", "best"), [("_write_manifest", 2), pytest.param("_prune", 4, marks=pytest.mark.full)]
+)
 def test_a_kill_while_the_best_is_saved_leaves_a_mark_that_holds(
     ranks, tiny_recipe, finished, tmp_path, method, best
 ):
