@@ -52,8 +52,16 @@ def test_every_file_and_token_of_a_folder_is_accounted_for(tmp_path):
     lines = account.lines()
     assert lines[0] == f"train: {tokens // 8} samples, 17 documents, {tokens} tokens in 17 file(s)"
     assert "validation: none" in lines
-    assert any("training.txt: no split by the name alone" in line for line in lines)
+    assert any(line.startswith("training.txt: no split by the name alone") for line in lines)
     assert not account.warnings()
+
+
+def test_a_file_that_may_be_test_data_is_trained_on_with_a_warning(tmp_path):
+    account = of_text(write(tmp_path, a_txt="x" * 20, b_txt="y" * 20, **{"my-test_txt": "z"}))
+    assert (
+        "warning: my-test.txt: no split by the name alone, since the files beside it name none; "
+        "taken like them; test data belong into a folder test/"
+    ) in account.lines()
 
 
 def test_rows_that_are_left_out_are_counted_by_file_and_reason(tmp_path):

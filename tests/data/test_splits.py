@@ -87,6 +87,17 @@ def test_similar_names_count_where_their_neighbours_agree(folder, names):
         assert sorted(files(spec, split)) == expected
 
 
+@pytest.mark.parametrize("marked", [("my-train", "my-test"), ("wiki.train", "wiki.valid")])
+def test_similar_names_of_two_splits_count_beside_as_many_that_name_none(folder, marked):
+    train, scored = (f"{name}.txt" for name in marked)
+    spec = folder({train: 9, scored: 1, "a.txt": 1, "b.txt": 1, "c.txt": 1})
+    assert files(spec, "train") == [train]
+    assert files(spec, "test") + files(spec, "validation") == [scored]
+    _, assigned = corpus.find(spec, "data.train", "text")
+    assert len(assigned.unclaimed) == 3
+    assert not assigned.not_counted
+
+
 def test_files_of_no_split_that_hold_more_than_the_training_files_are_refused(folder):
     spec = folder({"train.txt": 10, "a.txt": 6, "b.txt": 5, "test.txt": 99})
     with pytest.raises(

@@ -178,10 +178,7 @@ def not_used(
             continue
         found, assigned = corpus.find(spec, f"data.{split}", content)
         if assigned.not_counted:
-            notes.append(
-                f"{listed(assigned.not_counted)}: no split by the name alone, since the files beside it "
-                "name none; taken like them"
-            )
+            notes.append(_not_counted(assigned.not_counted))
         not_read += [NotRead(*passed) for passed in corpus.passed_over(spec, content, set(found))]
         unclaimed = set(assigned.unclaimed)
         for path in found:
@@ -192,6 +189,18 @@ def not_used(
             not_read.append(NotRead(path, why))
     unique = {found.file: found for found in reversed(not_read) if found.file not in used}
     return sorted(unique.values(), key=lambda found: (found.why, found.file)), notes
+
+
+def _not_counted(names: Mapping[Path, Split]) -> str:
+    """Of one split, or they would count. A warning where data to score are trained on."""
+    split = next(iter(names.values()))
+    told = (
+        f"{listed(names)}: no split by the name alone, since the files beside it name none; "
+        "taken like them"
+    )
+    if split == "train":
+        return told
+    return f"warning: {told}; {split} data belong into a folder {split}/"
 
 
 def _why_unused(

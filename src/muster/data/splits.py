@@ -2,8 +2,8 @@
 
 A plain name (`train`, `test-00000-of-00005`, a folder `dev`) is a claim by itself. One that only holds
 such a word among others (`training`, `wiki.test`, `dev-clean`, `test-driven-design`) may be meant otherwise.
-It counts where the other names agree that there are splits: beside a file of a plain name, or where more
-files have a split in their names than have none. Otherwise it is a file like the others.
+It counts where the other names agree that there are splits: beside a file of a plain name or of another
+split, or where more files have a split in their names than have none. Otherwise it is a file like the others.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def assign_names(names: Mapping[Path, Path]) -> Assigned:
     claims = {path: claim(name) for path, name in names.items()}
     marked = [found for found in claims.values() if found]
     plain = any(found.plain for found in marked)
-    counts = plain or len(marked) > len(claims) - len(marked)
+    several = len({found.split for found in marked}) > 1
+    counts = plain or several or len(marked) > len(claims) - len(marked)
     return Assigned(
         {path: found.split if found and counts else None for path, found in claims.items()},
         {path: found.split for path, found in claims.items() if found and not counts},
