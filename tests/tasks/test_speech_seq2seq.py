@@ -117,6 +117,7 @@ def test_a_wer_above_100_percent_is_explained_with_the_key_to_change(micro):
     (words,) = micro.remarks(micro.summarise(counts), [Example(0, said, "three four five", 3)])
     assert "repeats" not in words.partition("insertions")[2].partition(". ")[0]
     assert "evaluation.max_tokens (now 224)" in words
+    assert ("training.ctc_weight=0.3" in words) == (not micro.recipe.training.ctc_weight)
     right = {**vars(count(said, said))}
     assert micro.remarks(micro.summarise(right), []) == []
 

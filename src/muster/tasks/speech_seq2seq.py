@@ -283,9 +283,12 @@ class SpeechSeq2Seq(Task):
                 f"others (evaluation.window={options.window}), where they do not end: set "
                 f"evaluation.window={self._longest:g}"
             )
+        cure = "Train longer (training.steps), or on more data"
+        if not self.recipe.model.pretrained and not self.recipe.training.ctc_weight:
+            cure = "From scratch, training.ctc_weight=0.3 teaches the encoder to listen; else train longer"
         return (
-            "Train longer (training.steps), or on more data; until then a lower evaluation.max_tokens "
-            f"(now {options.max_tokens}) ends the repetitions"
+            f"{cure}; until then a lower evaluation.max_tokens (now {options.max_tokens}) ends the "
+            "repetitions"
         )
 
     def _scoring_window(self) -> float | Literal["bucket"]:
