@@ -131,6 +131,7 @@ def test_a_run_goes_on_from_the_mirror_on_an_empty_disk(s3, ranks, shards, disk,
     assert complete_steps(after) == [2, 4]
 
 
+@pytest.mark.full
 def test_a_mirror_that_fails_does_not_stop_the_training_and_is_said(ranks, shards, disk, tmp_path):
     with remote_servers.web({}) as server:
         variables = {**remote_servers.KEYS, "AWS_ENDPOINT_URL": server.url}
@@ -172,6 +173,23 @@ def mirrored(name: str, root: Path, keep: int = 3, address: str = "s3://mirror")
     mirror.wait()
     assert not mirror.failed
     return mirror
+
+
+def test_a_copy_that_fails_is_said_and_made_with_the_next(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr(retry, "TRIES", 2)
+    told: list[dict[str, Any]] = []
+    mirror = Mirror("s3://gone", "run", tmp_path, 3)
+    mirror.tell = lambda what, **details: told.append({"event": what, **details})
+    checkpoint(tmp_path, 1)
+    mirror.update()
+    mirror.wait()
+    assert (mirror.copied, list(mirror.failed)) == ([], [1])
+    assert [(event["event"], event["step"]) for event in told] == [("mirror failed", 1)]
+    remote_servers.upload(s3, "gone", {})
+    checkpoint(tmp_path, 2)
+    mirror.update()
+    mirror.wait()
+    assert (mirror.copied, mirror.failed) == ([2, 1], {})
 
 
 def test_a_checkpoint_in_the_mirror_is_complete_or_passed_over(s3, tmp_path):
@@ -249,3 +267,22 @@ def test_the_best_checkpoint_comes_back_with_the_newest_and_none_is_copied_twice
     assert mirrored("best", tmp_path / "here").copied == []
     assert restore("s3://mirror/best", tmp_path / "there") == tmp_path / "there" / "step-3"
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["step-1", "step-3"]
+
+
+@pytest.mark.full
+def test_corpora_mixed_by_weight_go_on_within_an_epoch_at_the_same_sample(
+    s3, ranks, shards, tmp_path
+):
+    """One on disk and one in a bucket; three of four sequences are of the second."""
+    here = tmp_path / "here.txt"
+    here.write_text(Path(str(json.decoder.__file__)).read_text())
+    remote_servers.upload(s3, "mixed", {path.name: path for path in shards.iterdir()})
+    sources = f"[{{path:'{here}',weight:1}},{{path:'s3://mixed',weight:3}}]"
+    asked, variables = [f"data.train={sources}"], remote_servers.environment(s3)
+    straight, parted = tmp_path / "straight", tmp_path / "parted"
+    ranks(2)(run_here, str(straight), asked, variables)
+    ranks(2)(run_here, str(parted), asked, variables, 2)
+    ranks(2)(run_here, str(parted), asked, variables)
+    assert results(parted) == results(straight)
+    data = json.loads((straight / "data.json").read_text())["splits"]["train"]
+    assert data["files"] == 1 + len(list(shards.iterdir()))

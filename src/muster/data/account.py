@@ -8,7 +8,7 @@ A source takes part with a method `account`, which says what each of its files h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,9 @@ from muster.workloads import Content
 
 if TYPE_CHECKING:
     from muster.data.loader import Source
+
+# What a recipe names for each split: training data may be several corpora.
+Specs = Mapping[Split, str | Sequence[str] | None]
 
 DATA_FILE = "data.json"
 NAMED_FILES = 10  # in print
@@ -120,7 +123,7 @@ class Account:
 
 def make_account(
     sources: Callable[[Split], Source | None],
-    specs: Mapping[Split, str | None],
+    specs: Specs,
     content: Content | None,
     max_files: int | None = None,
     *,
@@ -162,20 +165,21 @@ def split_account(split: Split, source: Source) -> SplitAccount:
 
 
 def not_used(
-    specs: Mapping[Split, str | None], content: Content, max_files: int | None
+    specs: Specs, content: Content, max_files: int | None
 ) -> tuple[list[NotRead], list[str]]:
     """Files of the named folders that no split uses, and remarks on names."""
     used: set[Path] = set()
+    train, held_out = specs["train"], {split: _one(specs[split]) for split in SPLITS[1:]}
+    trains = [train] if isinstance(train, str) else list(train or [])
     for split in SPLITS:
-        used.update(
-            corpus.split_files(
-                str(specs["train"]), specs["validation"], specs["test"], split, max_files, content
-            )
-        )
+        named = (held_out["validation"], held_out["test"])
+        used.update(corpus.split_files(trains, *named, split, max_files, content))
+    named_by: dict[str, Split] = {}
+    for split, spec in [*(("train", spec) for spec in trains), *held_out.items()]:
+        if spec is not None:
+            named_by.setdefault(spec, split)
     not_read, notes = [], []
-    for split, spec in specs.items():
-        if spec is None or spec in list(specs.values())[: list(specs).index(split)]:
-            continue
+    for spec, split in named_by.items():
         found, assigned = corpus.find(spec, f"data.{split}", content)
         if assigned.not_counted:
             notes.append(_not_counted(assigned.not_counted))
@@ -203,9 +207,12 @@ def _not_counted(names: Mapping[Path, Split]) -> str:
     return f"warning: {told}; {split} data belong into a folder {split}/"
 
 
-def _why_unused(
-    split: Split | None, specs: Mapping[Split, str | None], max_files: int | None
-) -> str:
+def _one(spec: str | Sequence[str] | None) -> str | None:
+    assert spec is None or isinstance(spec, str)
+    return spec
+
+
+def _why_unused(split: Split | None, specs: Specs, max_files: int | None) -> str:
     if split in (None, "train"):
         return f"beyond data.max_parquet_files={max_files}"
     return f"named as {split} data, for which data.{split} names {specs[split]}"

@@ -14,11 +14,15 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from muster.errors import RecipeError
+
+if TYPE_CHECKING:
+    from muster.data.mixture import Mixture
 
 Ids = NDArray[np.int64]
 
@@ -42,6 +46,8 @@ class BatchPlan:
     at random, without pools. With `groups`, the row group of each sample, an epoch goes through a few
     row groups at a time: those of one segment are read, shuffled and used before the next. With both,
     what does not fill a batch of its window waits for more of it, for at most `MAX_WAIT_POOLS` pools.
+    With a `mixture` of several corpora an epoch has as many samples, but those that it chooses, perhaps
+    some twice.
     """
 
     lengths: NDArray[np.float64]
@@ -50,6 +56,7 @@ class BatchPlan:
     pool_batches: int = 16
     groups: NDArray[np.int64] | None = None
     windows: NDArray[np.float64] | None = None
+    mixture: Mixture | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,9 +91,13 @@ class BatchPlan:
         """[steps, batch_size]: shuffled, sorted within pools, batches shuffled again."""
         rng = keyed_generator(self.seed, epoch)
         used = self.steps_per_epoch * self.batch_size
+        chosen = np.arange(len(self.lengths))
+        if self.mixture is not None:
+            chosen = self.mixture.samples(self.seed, epoch, self.groups)
         if self.groups is None:
-            return self._batches(rng.permutation(len(self.lengths))[:used], rng)
-        order, ends = self._in_groups(self.groups, rng)
+            return self._batches(chosen[rng.permutation(len(chosen))][:used], rng)
+        order, ends = self._in_groups(self.groups[chosen], rng)
+        order = chosen[order]
         if self.windows is not None:
             return self._by_window(np.split(order[:used], ends[:-1]), self.windows, rng)
         segments = np.split(order[:used], [end - end % self.batch_size for end in ends])
@@ -95,7 +106,7 @@ class BatchPlan:
     def _in_groups(
         self, groups: NDArray[np.int64], rng: np.random.Generator
     ) -> tuple[Ids, list[int]]:
-        """Samples in the order of shuffled row groups, and where each segment ends: as soon as it has a
+        """Samples of these row groups in the order of shuffled ones, and where each segment ends: as soon as it has a
         pool of samples. What does not fill its last batch goes into the next."""
         _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
         shuffled = rng.permutation(len(sizes))

@@ -19,7 +19,7 @@ import glob
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -87,16 +87,27 @@ def files(
     return found
 
 
-def sibling_split(spec: str, split: Split, content: Content = "speech") -> list[Path]:
-    """Files of another split in the same corpus, or nothing."""
-    _, assigned = find(spec, "data.train", content)
-    found = [path for path, name in assigned.of.items() if name == split]
+def sibling_split(
+    spec: str | Sequence[str], split: Split, content: Content = "speech"
+) -> list[Path]:
+    """Files of another split in the same corpus, or corpora, or nothing."""
+    found = []
+    for one in _each(spec):
+        _, assigned = find(one, "data.train", content)
+        found += [path for path, name in assigned.of.items() if name == split]
     remote.fetch(found)
     return found
 
 
+def train_files(
+    train: Sequence[str], max_files: int | None = None, content: Content = "speech"
+) -> list[list[Path]]:
+    """The training files of each of several corpora, at most `max_files` of each."""
+    return [files(spec, "data.train", "train", max_files, content) for spec in train]
+
+
 def split_files(
-    train: str,
+    train: str | Sequence[str],
     validation: str | None,
     test: str | None,
     split: Split,
@@ -104,24 +115,31 @@ def split_files(
     content: Content = "speech",
 ) -> list[Path]:
     """The files of a split, from what the recipe names; nothing where there is no such split.
-    `max_files` limits the training files."""
-    named = {"train": train, "validation": validation, "test": test}[split]
+    `max_files` limits the training files of each corpus."""
+    if split == "train":
+        return [path for part in train_files(_each(train), max_files, content) for path in part]
+    named = {"validation": validation, "test": test}[split]
     if named is None:
         return sibling_split(train, split, content)
-    return files(named, f"data.{split}", split, max_files if split == "train" else None, content)
+    return files(named, f"data.{split}", split, None, content)
 
 
-def check(task: str, train: str, validation: str | None, test: str | None) -> None:
+def check(task: str, train: str | Sequence[str], validation: str | None, test: str | None) -> None:
     """Every corpus a recipe names exists, in a form that its task reads; remote files are not copied. A task
     of the user's own reads its data by itself."""
     content = workload(task).content
     if content is None:
         return
-    files(train, "data.train", "train", None, content, fetch=False)
+    for spec in _each(train):
+        files(spec, "data.train", "train", None, content, fetch=False)
     if validation:
         files(validation, "data.validation", "validation", None, content, fetch=False)
     if test:
         files(test, "data.test", "test", None, content, fetch=False)
+
+
+def _each(spec: str | Sequence[str]) -> Sequence[str]:
+    return [spec] if isinstance(spec, str) else spec
 
 
 def standard_library() -> tuple[list[Path], Assigned]:

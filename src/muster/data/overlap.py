@@ -57,6 +57,9 @@ class Overlap:
 
 
 def find_overlap(source: Source, train: Source) -> list[Overlap]:
+    """With each of the corpora that the training data were mixed of."""
+    if several := getattr(train, "sources", None):
+        return [found for part in several for found in find_overlap(source, part)]
     if compare := getattr(source, "overlap", None):
         return list(compare(train))
     return [Overlap("samples", 0, 0, "samples", unchecked="their source has no method `overlap`")]

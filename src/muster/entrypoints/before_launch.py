@@ -139,11 +139,11 @@ def check_tokenizer(recipe: Recipe) -> Tokenizer | None:
 def check_samples(recipe: Recipe, global_batch: int, tokenizer: Tokenizer | None) -> None:
     """The training data has a global batch of samples, where that is known without reading it."""
     data = recipe.data
-    if is_remote(data.train):
+    if any(map(is_remote, data.sources)):
         return  # its ranks copy it, and count then
     content = workload(recipe.task).content
     assert content is not None
-    named = (data.train, data.validation, data.test)
+    named = (data.sources, data.validation, data.test)
     files = corpus.split_files(*named, "train", data.max_parquet_files, content)
     most = 0
     if content == "text":
@@ -170,11 +170,11 @@ def check_samples(recipe: Recipe, global_batch: int, tokenizer: Tokenizer | None
             return  # made by a library
     if most == 0:
         what = f"one sequence of {data.sequence_length} tokens" if content == "text" else "a row"
-        raise RecipeError(f"data.train: {data.train} does not have {what}; name other data")
+        raise RecipeError(f"data.train: {data.train_words} does not have {what}; name other data")
     if most < global_batch:
         raise RecipeError(
             f"training.global_batch_size: {global_batch} is more than the {most} samples of "
-            f"{data.train}; set it to {most} or less, or add data"
+            f"{data.train_words}; set it to {most} or less, or add data"
         )
 
 

@@ -32,6 +32,7 @@ from transformers import (
 from muster import run_directory
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader
+from muster.data.mixture import mixture_of
 from muster.data.text.packing import PackedSource
 from muster.errors import RecipeError
 from muster.launch.cluster import RankInfo
@@ -280,7 +281,13 @@ def _job(
     sizes: BatchSizes,
 ) -> Job:
     """The job for muster's evaluation and results, with a model that has no weights yet."""
-    plan = BatchPlan(source.lengths, sizes.global_batch, recipe.seed, recipe.data.pool_batches)
+    plan = BatchPlan(
+        source.lengths,
+        sizes.global_batch,
+        recipe.seed,
+        recipe.data.pool_batches,
+        mixture=mixture_of(source, recipe.data.weights),
+    )
     steps = recipe.training.steps or plan.steps_per_epoch * (recipe.training.epochs or 1)
     precision = shared_precision(recipe.training.precision, mesh)
     write_plan(run, mesh, sizes, plan, steps, precision, parameter_count(task), {}, {})

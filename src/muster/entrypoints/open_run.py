@@ -169,7 +169,7 @@ def check_before_launch(
         from muster.training import mirror
 
         mirror.check(recipe.checkpoint.mirror)
-    corpus.check(recipe.task, data.train, data.validation, data.test)
+    corpus.check(recipe.task, data.sources, data.validation, data.test)
     if recipe.task in WORKLOADS:
         tokenizer = None if resumed else check_tokenizer(recipe)
         training = settle(recipe, layout.data_ranks).training
@@ -199,8 +199,8 @@ def _index_speech(recipe: Recipe, console: Console) -> None:
     if workload(recipe.task).content != "speech":
         return
     data = recipe.data
-    named = (data.train, data.validation, data.test)
-    if any(is_remote(spec) for spec in named if spec):
+    named = (data.sources, data.validation, data.test)
+    if any(is_remote(spec) for spec in (*data.sources, data.validation, data.test) if spec):
         return  # the ranks copy it first
     splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
     paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]

@@ -147,7 +147,7 @@ def provide(recipe: Recipe, folder: Path) -> None:
     get them. Only the example is created here; nothing is downloaded, neither now nor by the run."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     example = folder / "data" / EXAMPLE
-    if Path(recipe.data.train).absolute() == example:
+    if [Path(path).absolute() for path in recipe.data.sources] == [example]:
         write_shards(corpus.EMBEDDED + EXAMPLE, example)
     missing = [text for text in (_missing_weights(recipe), _missing_data(recipe)) if text]
     if missing:
@@ -179,13 +179,13 @@ def _missing_weights(recipe: Recipe) -> str | None:
 def _missing_data(recipe: Recipe) -> str | None:
     data = recipe.data
     try:
-        corpus.check(recipe.task, data.train, data.validation, data.test)
+        corpus.check(recipe.task, data.sources, data.validation, data.test)
     except DataError as error:
         if "muster data make" in str(error):
             return str(error)
         return (
             f"{error}; write it from a folder of audio files with: muster data make AUDIO_FOLDER "
-            f"{data.train} (or name a corpus that exists: data.train=FOLDER)"
+            f"{data.sources[0]} (or name a corpus that exists: data.train=FOLDER)"
         )
     return None
 
@@ -251,9 +251,11 @@ def banner(recipe: Recipe, found: Inventory, ranks: int, settings: list[Variable
 def _data(recipe: Recipe) -> str:
     if workload(recipe.task).content is None:
         return f"as {recipe.task} reads it"
-    files = len(corpus.files(recipe.data.train, "data.train", "train", fetch=False))
+    files = sum(
+        len(corpus.files(spec, "data.train", "train", fetch=False)) for spec in recipe.data.sources
+    )
     used = min(files, recipe.data.max_parquet_files or files)
-    return f"{recipe.data.train}, {used} of {files} parquet file(s)"
+    return f"{recipe.data.train_words}, {used} of {files} parquet file(s)"
 
 
 def _batch_line(sizes: BatchSizes) -> str:

@@ -44,5 +44,5 @@ def score(
     if workload(recipe.task).content is None:
         raise MusterError(f"{recipe.task}: its source returns no {' or '.join(splits)} samples")
     if workload(recipe.task).content == "speech":
-        cure = f"`muster data make FOLDER {recipe.data.train} --split {splits[0]}` adds one"
-    raise MusterError(f"{recipe.data.train} has no {' or '.join(splits)} split; {cure}")
+        cure = f"`muster data make FOLDER {recipe.data.sources[0]} --split {splits[0]}` adds one"
+    raise MusterError(f"{recipe.data.train_words} has no {' or '.join(splits)} split; {cure}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -46,12 +47,26 @@ class Tokenizer(Section):
     vocabulary_size: Positive = Field(256, description="Units to learn when `kind` is `subwords`.")
 
 
+class TrainSource(Section):
+    """One of several corpora."""
+
+    path: str
+    weight: Annotated[float, Field(gt=0)] | None = None
+
+
 class Data(Section):
-    train: str = fixed(
+    train: (
+        str
+        | Annotated[
+            list[TrainSource],
+            Field(json_schema_extra={"words": "a list of {path: …, weight: …}"}),
+        ]
+    ) = fixed(
         "embedded:spoken-numbers",
         description="`embedded:NAME` (spoken-numbers, python-source, digits), a file, a folder of "
         "files, or a glob. Parquet; text also as .jsonl or .txt; images also as MNIST's IDX files. Also at "
-        "`s3://`, `gs://`, `hf://datasets/OWNER/NAME` or `https://`.",
+        "`s3://`, `gs://`, `hf://datasets/OWNER/NAME` or `https://`. Speech and language also as a list of "
+        "`{path: …, weight: …}`: corpora that are mixed by weight, or just joined where none has a weight.",
     )
     validation: str | None = free(
         None,
@@ -180,9 +195,62 @@ class Data(Section):
         1.0, description="Memory per rank to cache decoded clips between epochs."
     )
 
+    @field_validator("train", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        """What pydantic would say of each alternative, in one sentence."""
+        if not isinstance(value, list):
+            return value
+        form = "expected [{path: FOLDER, weight: 3}, {path: OTHER, weight: 1}]"
+        weights = []
+        for number, item in enumerate(value, 1):
+            given = vars(item) if isinstance(item, TrainSource) else item
+            if not (isinstance(given, dict) and isinstance(given.get("path"), str)):
+                raise ValueError(f"source {number} has no path; {form}")
+            if other := sorted(set(given) - {"path", "weight"}):
+                raise ValueError(f"source {number} has the key {other[0]}; {form}")
+            weight = given.get("weight")
+            number_like = isinstance(weight, int | float) and not isinstance(weight, bool)
+            if weight is not None and not (number_like and 0 < weight < math.inf):
+                raise ValueError(
+                    f"source {number} has the weight {weight!r}; expected a number above 0"
+                )
+            weights.append(weight is None)
+        if not value:
+            raise ValueError(f"the list is empty; {form}")
+        if any(weights) and not all(weights):
+            raise ValueError(
+                f"source {weights.index(True) + 1} has no weight and others have; give all of them one, or none"
+            )
+        return value
+
     @field_validator("train", "validation", "test")
     @classmethod
-    def _without_secrets(cls, value: str | None) -> str | None:
-        if value is not None:
-            urls.refuse_secrets(value)
+    def _without_secrets(
+        cls, value: str | list[TrainSource] | None
+    ) -> str | list[TrainSource] | None:
+        for part in value if isinstance(value, list) else [value]:
+            path = part.path if isinstance(part, TrainSource) else part
+            if path is not None:
+                urls.refuse_secrets(path)
         return value
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The corpora of `train`."""
+        if isinstance(self.train, str):
+            return (self.train,)
+        return tuple(source.path for source in self.train)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """Theirs, where they have any and are several."""
+        if isinstance(self.train, str) or len(self.train) < 2:
+            return None
+        given = tuple(source.weight for source in self.train if source.weight is not None)
+        return given or None
+
+    @property
+    def train_words(self) -> str:
+        """For messages."""
+        return ", ".join(self.sources)

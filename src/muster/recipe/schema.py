@@ -219,5 +219,13 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_corpus_of_images(self) -> Recipe:
+        if self.task == "image-classification" and not isinstance(self.data.train, str):
+            raise ValueError(
+                "data.train: image-classification takes one folder, file or glob, not a list"
+            )
+        return self
+
     def as_dict(self) -> dict[str, Any]:
         return self.model_dump(mode="json")

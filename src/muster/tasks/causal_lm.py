@@ -16,6 +16,7 @@ from muster import models
 from muster.data import corpus
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch, Inputs, Source
+from muster.data.mixture import MixedSource
 from muster.data.text import tokenizers as tokens
 from muster.data.text.packing import PackedSample, PackedSource, document_starts
 from muster.data.text.tokenizers import Tokenizer
@@ -112,7 +113,10 @@ class CausalLM(Task):
     def source(self, split: Split) -> Source | None:
         if split not in self._sources:
             files = self._files(split)
-            self._sources[split] = self._open(files, split) if files else None
+            if split == "train" and self.recipe.data.weights:
+                self._sources[split] = self._mixed()
+            else:
+                self._sources[split] = self._open(files, split) if files else None
         return self._sources[split]
 
     def collate(
@@ -240,10 +244,16 @@ class CausalLM(Task):
             isolated=self.isolates,
         )
 
+    def _mixed(self) -> MixedSource:
+        """Each corpus packed by itself: no sequence holds text of two."""
+        data = self.recipe.data
+        parts = corpus.train_files(data.sources, data.max_parquet_files, "text")
+        return MixedSource([self._open(files, "train") for files in parts])
+
     def _files(self, split: Split) -> list[Path]:
         data = self.recipe.data
         return corpus.split_files(
-            data.train, data.validation, data.test, split, data.max_parquet_files, "text"
+            data.sources, data.validation, data.test, split, data.max_parquet_files, "text"
         )
 
 

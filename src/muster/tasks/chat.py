@@ -108,7 +108,7 @@ def reads_chat(recipe: Recipe) -> bool:
     """Whether the recipe's training data are chat rows."""
     data = recipe.data
     try:
-        named = (data.train, data.validation, data.test)
+        named = (data.sources, data.validation, data.test)
         files = corpus.split_files(*named, "train", data.max_parquet_files, "text")
     except DataError:  # whoever opens the data says what is wrong with it
         files = []

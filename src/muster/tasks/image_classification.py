@@ -131,12 +131,13 @@ class ImageClassification(Task):
         if split == "train" and self._training_images is not None:
             return self._training_images
         data = self.recipe.data
-        named = {"train": data.train, "validation": data.validation, "test": data.test}[split]
-        spec = named or data.train
+        (train,) = data.sources
+        named = {"train": train, "validation": data.validation, "test": data.test}[split]
+        spec = named or train
         if named:
             files = corpus.files(named, f"data.{split}", split, content="images")
         else:
-            files = corpus.sibling_split(data.train, split, content="images")
+            files = corpus.sibling_split(train, split, content="images")
             if not files and (spec, split) != (corpus.DIGITS, "test"):
                 return None
         images = read(

@@ -24,7 +24,9 @@ SHOWN = 60  # characters of an example
 
 def speech_files(recipe: Recipe, split: Split) -> list[Path]:
     data = recipe.data
-    return corpus.split_files(data.train, data.validation, data.test, split, data.max_parquet_files)
+    return corpus.split_files(
+        data.sources, data.validation, data.test, split, data.max_parquet_files
+    )
 
 
 def speech_source(
@@ -42,7 +44,11 @@ def speech_source(
         long_clips=data.long_clips,
         shuffle=data.shuffle,
     )
-    return SpeechSource(speech_files(recipe, split), limits, data.audio_column, data.text_column)
+    source = SpeechSource(speech_files(recipe, split), limits, data.audio_column, data.text_column)
+    if split == "train" and data.weights:
+        parts = corpus.train_files(data.sources, data.max_parquet_files)
+        source.file_counts = [len(files) for files in parts]
+    return source
 
 
 def pad_waves(samples: Sequence[SpeechSample], size: int | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from muster import run_directory
 from muster.auto import AutoChoice
 from muster.data.batches import BatchPlan
 from muster.data.loader import Loader, Source
+from muster.data.mixture import mixture_of
 from muster.errors import DataError, RecipeError, StartAgain
 from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
@@ -190,6 +191,7 @@ def open_data(
         recipe.data.pool_batches,
         groups=source.groups,
         windows=task.windows(source.lengths, training=True),
+        mixture=mixture_of(source, recipe.data.weights),
     )
     source.reserve(plan.reserve_size)
     workers = recipe.data.workers
@@ -248,7 +250,7 @@ def resume(
     recipe: Recipe, task: Task, source: Source, mesh: Mesh, run: run_directory.Run, engine: Engine
 ) -> tuple[Checkpoints, Resumed]:
     """The run's checkpoints, and the newest complete one loaded into `engine`."""
-    data = _fingerprint(source, mesh)
+    data = _fingerprint(source, mesh, recipe.data.weights)
     checkpoints = Checkpoints(
         run.path / "checkpoints",
         mesh,
@@ -274,10 +276,12 @@ def _mirror(recipe: Recipe, run: run_directory.Run) -> Mirror | None:
     )
 
 
-def _fingerprint(source: Source, mesh: Mesh) -> dict[str, Any]:
+def _fingerprint(source: Source, mesh: Mesh, weights: tuple[float, ...] | None) -> dict[str, Any]:
     """Identifies the data; refused where it is not the same on all ranks."""
     lengths = hashlib.sha256(source.lengths.tobytes())
     lengths.update(source.fingerprint())
+    if mixture := mixture_of(source, weights):
+        lengths.update(mixture.fingerprint())
     mine = {
         "samples": len(source),
         "lengths": lengths.hexdigest(),
@@ -306,7 +310,7 @@ def open_source(task: Task, recipe: Recipe, mesh: Mesh) -> Source:
     if source is None and parse(recipe.task):
         raise DataError(f"{recipe.task}: source('train') returned None; a run needs samples")
     if source is None:
-        raise DataError(f"data.train: {recipe.data.train} has no training data")
+        raise DataError(f"data.train: {recipe.data.train_words} has no training data")
     if mesh.device.type == "cpu":  # decoding while the CPU computes slows both down
         source.preload(torch.get_num_threads())
     return source

@@ -96,8 +96,8 @@ def write_plan(
 def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
     """data.json: what is read of each split, and what is left out. Rank 0 calls it; returns it in words."""
     data = recipe.data
-    specs: dict[Split, str | None]
-    specs = {"train": data.train, "validation": data.validation, "test": data.test}
+    specs: dict[Split, str | Sequence[str] | None]
+    specs = {"train": data.sources, "validation": data.validation, "test": data.test}
     content = task.facts.content
     account = make_account(
         task.source,

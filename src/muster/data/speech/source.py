@@ -85,6 +85,7 @@ class SpeechSource:
         self._cached_bytes = 0
         self._problems = Problems()  # of broken clips, by kind
         self._loaded = np.zeros(len(self.rows), bool)
+        self.file_counts: list[int] | None = None  # of each corpus, where they are mixed by weight
         self._lock = threading.Lock()
         streams = limits.shuffle == "groups"
         if limits.shuffle == "auto":
@@ -116,6 +117,13 @@ class SpeechSource:
         """Audio files that lie beside metadata and are not in it."""
         tables = self.files.tables
         return [p for table in tables if isinstance(table, FolderClips) for p in table.unnamed()]
+
+    @property
+    def parts(self) -> NDArray[np.int64] | None:
+        """Which of several corpora each clip is of."""
+        if self.file_counts is None:
+            return None
+        return np.searchsorted(np.cumsum(self.file_counts), self.rows.file, side="right")
 
     @property
     def texts(self) -> Texts:
