@@ -320,8 +320,10 @@ class Checkpoints:
         complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
         due = [folder for folder in complete if not _only_best(folder)]
         kept = [*complete[:1], *due[: self.keep], self.root / f"step-{best}"]
+        if self.mirror and self.mirror.busy:
+            kept.append(self.mirror.busy)
         for folder in folders:
-            if folder in kept or (self.mirror and folder == self.mirror.busy):
+            if folder in kept:
                 continue
             try:
                 (folder / MANIFEST).unlink(missing_ok=True)
