@@ -17,8 +17,10 @@ from muster import run_directory
 from muster.checks.parity import distance, short_recipe, training_curve
 from muster.data.loader import IGNORE
 from muster.errors import RecipeError
+from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.observe.console import results_table
 from muster.observe.results import read_lines
+from muster.parallel.materialise import materialise
 from muster.recipe.load import load
 from muster.tasks import build_task
 from muster.tasks.causal_lm import CausalLM
@@ -177,14 +179,29 @@ def test_questions_that_leave_no_room_are_not_asked(folder):
 
 
 def test_a_model_that_cannot_isolate_rows_says_which_key_to_change(folder, monkeypatch):
-    from muster.models.huggingface.transformers_config import TransformersConfig
-
     monkeypatch.setattr("muster.models.huggingface.folder.FAMILIES", ())
     assert isinstance(task_of(folder).config, TransformersConfig)
     monkeypatch.setattr(TransformersConfig, "isolates_documents", lambda self: False)
     with pytest.raises(RecipeError, match=r"data\.pack_rows: transformers' model of llama cannot"):
         task_of(folder)
     assert task_of(folder, "data.pack_rows=false")
+
+
+def test_a_module_of_transformers_keeps_rows_apart_too(folder, monkeypatch):
+    ours = task_of(folder)
+    monkeypatch.setattr("muster.models.huggingface.folder.FAMILIES", ())
+    task = task_of(folder)
+    assert isinstance(task.config, TransformersConfig)
+    losses = []
+    for made in (ours, task):
+        source = made.source("validation")
+        batch = made.collate([source.load(i) for i in range(len(source))], None)
+        with torch.device("meta"):
+            model = made.build_model()
+        materialise(model, made.weights(), torch.device("cpu"))
+        with torch.no_grad():
+            losses.append(made.loss(call(made, model.eval(), batch), batch).item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_chat_rows_without_a_template_say_what_to_do(tmp_path):

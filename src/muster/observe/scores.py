@@ -28,6 +28,8 @@ def score_words(scores: dict[str, float]) -> str:
         "perplexity": "perplexity {:.3f}",
         "bits_per_byte": "{:.3f} bits per byte",
     }
+    if "perplexity" in scores and "bits_per_byte" not in scores:  # of replies
+        forms["loss"] = "loss {:.3f}"
     words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
     own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
     return ", ".join(words or own)
