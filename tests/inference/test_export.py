@@ -24,6 +24,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from muster.cli import use
 from muster.cli.export import export as export_command
 from muster.errors import MusterError
 from muster.inference.export import export_checkpoint
@@ -209,6 +210,10 @@ def test_the_command_exports(tmp_path: Path):
     assert result.exit_code == 0, result.output
     assert "written to" in result.output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.n_layer == 4
+    with pytest.raises(
+        MusterError, match=r"out is a model's folder in transformers' form.*pretrained=.*out"
+    ):
+        use.generate(tmp_path / "out", "x")
 
 
 WHISPER = [

@@ -94,6 +94,11 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     folders = step_folders(path) or [path]
+    if folders == [path] and (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a model's folder in transformers' form, not a run or a checkpoint of one; name the run, or "
+            f"load it in transformers (from_pretrained). To train on from it: model.pretrained={path}"
+        )
     if folders == [path] and not any(path.glob("*.distcp")):
         raise CheckpointError(
             f"no complete checkpoint in {path}: none was ever saved there (a run with "
