@@ -7,7 +7,7 @@ import re
 import pytest
 
 from muster.checks.parity import ROWS, rows_for
-from muster.checks.parity_run import run_parity
+from muster.checks.parity_run import reason, run_parity
 from muster.errors import MusterError
 from processes import muster
 
@@ -32,6 +32,32 @@ def test_any_number_of_ranks_has_rows(world):
 def test_every_row_is_offered_to_the_worlds_of_the_table():
     for row in ROWS:
         assert all(row in rows_for(world) for world in row.worlds), row.name
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            "distributed.context: 2, but only causal-lm has sequences that ranks can share, and this is a.py:A; "
+            "set it to auto",
+            "only causal-lm has sequences that ranks can share, and this is a.py:A",
+        ),
+        (
+            "distributed.strategy: a.py:A has no tensor-parallel plan; it trains with ddp, fsdp",
+            "a.py:A has no tensor-parallel plan",
+        ),
+        (
+            "model.lora: adapters train under ddp. Change distributed.strategy",
+            "model.lora: adapters train under ddp",
+        ),
+        (
+            "distributed.strategy: zero needs DeepSpeed (no module): pip install 'x[deepspeed]'",
+            "zero needs DeepSpeed (no module): pip install 'x[deepspeed]'",
+        ),
+    ],
+)
+def test_a_row_that_is_left_out_says_why_and_not_what_nobody_set(error, why):
+    assert reason(MusterError(error)) == why
 
 
 def test_a_row_that_does_not_exist_is_refused_with_those_that_do():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,6 +73,13 @@ def run_parity(
     return lines
 
 
+def reason(error: MusterError) -> str:
+    """Why a strategy cannot be compared, without what to change: nobody asked for it. What is missing, such as
+    a library, is still said."""
+    words = re.sub(r"^distributed\.\w+: (\d+, but )?", "", str(error))
+    return re.sub(r"(; (?!.*; )|\. Change ).*$", "", words)
+
+
 def _join() -> meshes.Mesh:
     torch.backends.cuda.matmul.allow_tf32 = False
     rank_info = cluster.detect(os.environ)
@@ -120,7 +128,7 @@ def _together(recipe: str, changes: list[str], folder: str, names: list[str]) ->
         try:
             made = training_curve(load(recipe, options), mesh, Path(folder, f"row-{number}"))
         except MusterError as error:  # this model cannot be split that way, or a library is missing
-            lines.append({"strategy": row.name, "ranks": mesh.world, "left_out": str(error)})
+            lines.append({"strategy": row.name, "ranks": mesh.world, "left_out": reason(error)})
             continue
         except Exception as error:
             if parse(load(recipe, options).task) is None:
