@@ -124,11 +124,17 @@ def test_sentences_that_are_said_twice_are_told_and_still_unseen(clips):
 
 
 def test_of_too_many_clips_those_of_equal_text_are_compared(clips, monkeypatch):
-    monkeypatch.setattr(speech_overlap, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(speech_overlap, "MOST_SECONDS", 1.5)
     audio, _ = find_overlap(*clips[::-1])
     assert audio.seen == 1
     assert "only clips of equal text were compared" in audio.unchecked
     assert not unseen([Overlap("audio", 0, 3, "clips", unchecked=audio.unchecked)])
+    monkeypatch.setattr(speech_overlap, "MOST_SECONDS", 0.5)
+    audio, _ = find_overlap(*clips[::-1])
+    assert audio.words("test") == (
+        "test: audio not compared with the training data: too many have the same duration and the same text"
+    )
+    assert not unseen([audio])
 
 
 def test_images_with_the_same_pixels_are_found(tmp_path):

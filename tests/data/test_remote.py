@@ -1,9 +1,13 @@
 """Data by its address: from an S3 server and web servers that fail now and then."""
 
+import errno
+import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import threading
+import time
 
 import pytest
 
@@ -112,8 +116,49 @@ def test_an_object_that_changes_after_it_was_listed_is_noticed(s3):
     remote_servers.upload(s3, "changing", {"late.txt": b"before"})
     paths, _ = remote.find("s3://changing/late.txt", "data.train", (".txt",))
     remote_servers.upload(s3, "changing", {"late.txt": b"and after"})
-    with pytest.raises(DataError, match=r"s3://changing/late.txt has 9 bytes and had 6 .* changed"):
+    with pytest.raises(DataError, match=r"s3://changing/late.txt has 9 bytes .* changed"):
         remote.fetch(paths)
+
+
+def test_an_object_of_the_same_size_that_is_written_while_it_is_read_is_noticed(s3, monkeypatch):
+    monkeypatch.setattr(bucket, "PIECE", 3)
+    store = remote_files.store_of("s3://changing/late.txt", "data.train")
+    remote_servers.upload(s3, "changing", {"late.txt": b"before"})
+    (file,), _ = store.find("s3://changing/late.txt")
+    pieces = store.read(file, 0)
+    assert next(pieces) == b"bef"
+    second = int(file.version)
+    while int(time.time()) == second:  # S3 tells seconds
+        time.sleep(0.01)
+    remote_servers.upload(s3, "changing", {"late.txt": b"later!"})
+    with pytest.raises(DataError, match=r"s3://changing/late.txt .* changed"):
+        list(pieces)
+
+
+def copy_without_locks(path, file, barrier):
+    fcntl.flock = refuse
+    remote_files._found[path] = file
+    barrier.wait()
+    remote.fetch([path])
+
+
+def refuse(*_):
+    raise OSError(errno.ENOSYS, "no locks on this file system")
+
+
+def test_processes_without_locks_do_not_write_into_one_copy():
+    with remote_servers.web({"/train.txt": BODY}) as server:
+        paths, _ = remote.find(f"{server.url}/train.txt", "data.train", (".txt",))
+        several = multiprocessing.get_context("fork")
+        barrier = several.Barrier(3)
+        given = (paths[0], remote_files._found[paths[0]], barrier)
+        copies = [several.Process(target=copy_without_locks, args=given) for _ in range(3)]
+        for process in copies:
+            process.start()
+        for process in copies:
+            process.join()
+    assert [process.exitcode for process in copies] == [0, 0, 0]
+    assert paths[0].read_bytes() == BODY
 
 
 def test_a_bucket_that_fails_now_and_then_is_read_whole(s3):

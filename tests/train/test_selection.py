@@ -19,9 +19,10 @@ from muster.observe.console import best_words
 from muster.observe.results import best_step, complete_steps, read_lines, selection_of
 from muster.recipe.load import load
 from muster.recipe.training import EarlyStopping
+from muster.tasks import build_task
 from muster.training.checkpoint import Checkpoints
 from muster.training.loop import train
-from muster.training.selection import Selection
+from muster.training.selection import Selection, selection_for
 from muster.worker.results import finish
 from training import make_job
 
@@ -197,6 +198,14 @@ def test_all_ranks_end_early_at_the_same_step_and_a_resumed_run_stays_ended(
     assert ranks(1)(disagreeing, str(tmp_path / "ends"), ends, recipe) == [(8, True)]
     events = read_lines(tmp_path / "ends" / "events.jsonl")
     assert "early_stop" not in {event["event"] for event in events}
+
+
+def test_early_stopping_needs_an_evaluation_before_the_end(tiny_recipe, tmp_path):
+    recipe, unseen = tiny_recipe
+    asked = [*unseen, "training.steps=8", "training.early_stopping.patience=2"]
+    loaded = load(recipe, [*asked, "evaluation.every_steps=8"])
+    with pytest.raises(RecipeError, match=r"every_steps is 8 and the run has 8 steps"):
+        selection_for(loaded, build_task(loaded), 8)
 
 
 def feed(rule: Selection, *scores: float, name: str = "wer") -> list[bool]:

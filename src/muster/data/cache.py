@@ -32,16 +32,17 @@ def cache_folder() -> Path:
 
 
 @contextlib.contextmanager
-def exclusive_lock(folder: Path) -> Iterator[None]:
-    """One process at a time, the others wait; released when the process ends."""
+def exclusive_lock(folder: Path) -> Iterator[bool]:
+    """One process at a time, the others wait; released when the process ends. False on a file system without
+    locks, where several may be inside."""
     locks = cache_folder() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / folder.name).open("a") as file:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: built twice, which is only slower
+        held = False
+        with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            held = True
+        yield held
 
 
 Loaded = TypeVar("Loaded")

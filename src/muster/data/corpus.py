@@ -197,11 +197,13 @@ def passed_over(spec: str, content: Content, found: set[Path]) -> list[tuple[Pat
     endings = ENDINGS[content]
     passed = []
     for file in there:
-        if file in found or not file.is_file():
+        read = f"/{file}".endswith(endings)
+        clip = not read and content != "text" and file.suffix.lower() in MEDIA
+        if clip or file in found or not file.is_file():  # asked last: there may be millions
             continue
-        if f"/{file}".endswith(endings):
+        if read:
             passed.append((file, "other files of their folder hold the same clips"))
-        elif content == "text" or file.suffix.lower() not in MEDIA:
+        else:
             what = ", ".join(ending.lstrip("/") for ending in endings)
             passed.append((file, f"of a kind that is not read ({what} are)"))
     return sorted(passed)

@@ -111,6 +111,11 @@ def selection_for(recipe: Recipe, task: Task, steps: int) -> Selection | None:
             "training.early_stopping: there is no validation data to score; name some as data.validation, or "
             "leave training.early_stopping out"
         )
+    if early and (every is None or every >= steps):
+        raise RecipeError(
+            "training.early_stopping counts evaluations before the end, and there is none: "
+            f"evaluation.every_steps is {every} and the run has {steps} steps; set it to a part of them"
+        )
     if not (recipe.checkpoint.best or early) or not validated or every is None or every >= steps:
         return None
     declared = task.facts.scores

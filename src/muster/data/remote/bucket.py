@@ -81,6 +81,11 @@ def _s3_options(bucket: str) -> dict[str, Any]:
     return options | ({"region": region} if region else {})
 
 
+def _version(info: Any) -> str:
+    """In seconds: asked for one object, S3 says no more."""
+    return str(info.mtime_ns // 10**9)
+
+
 class Bucket:
     """One bucket of either store."""
 
@@ -110,19 +115,25 @@ class Bucket:
         path = self._path(file.url.partition("://")[2].partition("/")[2])
         try:
             with self.files.open_input_file(path) as stream:
-                if stream.size() != file.size:
-                    raise DataError(
-                        f"{file.url} has {stream.size()} bytes and had {file.size} when it was listed: it has changed; "
-                        "start again when nothing writes to it"
-                    )
+                self._refuse_changed(file, path)
                 while offset < file.size:
                     piece = stream.read_at(min(PIECE, file.size - offset), offset)
                     if not piece:
                         raise TemporaryError("it ended early")
                     offset += len(piece)
                     yield piece
+                self._refuse_changed(file, path)
         except OSError as error:
             raise explained(error, file.url, self.kind) from None
+
+    def _refuse_changed(self, file: RemoteFile, path: str) -> None:
+        """Its pieces are requests of their own: another object may have been written between two."""
+        info = self.files.get_file_info(path)
+        if (info.size, _version(info)) != (file.size, file.version):
+            raise DataError(
+                f"{file.url} has {info.size} bytes written at {info.mtime}, other than when it was listed: it has "
+                "changed; start again when nothing writes to it"
+            )
 
     def objects(self, folder: str) -> list[RemoteFile]:
         """Everything below a folder, hidden or not."""
@@ -161,9 +172,7 @@ class Bucket:
     def _file(self, info: Any, folder: str) -> RemoteFile:
         key = info.path.partition("/")[2]
         relative = key[len(folder) :].lstrip("/") if folder else key
-        return RemoteFile(
-            f"{self.kind}://{self.name}/{key}", relative, info.size, str(info.mtime_ns)
-        )
+        return RemoteFile(f"{self.kind}://{self.name}/{key}", relative, info.size, _version(info))
 
     def _path(self, key: str) -> str:
         return f"{self.name}/{key}".rstrip("/")

@@ -116,9 +116,9 @@ def size_of(path: Path) -> int:
 def _fetch(path: Path, file: RemoteFile) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with cache.exclusive_lock(path.parent):
+        with cache.exclusive_lock(path.parent) as alone:
             if not _whole(path):  # else another process of this machine was faster
-                _copy(file, path)
+                _copy(file, path, alone)
     except OSError as error:
         raise DataError(
             f"cannot copy {file.url} to {path.parent} ({error.strerror or error}); free some space, or set "
@@ -133,9 +133,11 @@ def _whole(path: Path) -> bool:
         return False
 
 
-def _copy(file: RemoteFile, path: Path) -> None:
+def _copy(file: RemoteFile, path: Path, alone: bool) -> None:
+    """`alone`: no other process of this machine copies it too."""
     store = store_of(file.url, "data")
-    partial = path.with_name(f".{os.uname().nodename}.partial")  # a cache may be shared by machines
+    writer = os.uname().nodename  # a cache may be shared by machines
+    partial = path.with_name(f".{writer if alone else f'{writer}-{os.getpid()}'}.partial")
     have = partial.stat().st_size if partial.exists() else 0
     if file.size - have > (free := shutil.disk_usage(path.parent).free):
         raise DataError(

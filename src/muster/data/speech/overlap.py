@@ -38,14 +38,24 @@ def clip_overlap(source: SpeechSource, train: SpeechSource) -> list[Overlap]:
     ]
     common = set(said[0].values()) & set(said[1].values())
     close = [[i for i, key in keys.items() if key in common] for keys in said]
-    found = pairs(_digests(source, close[0], _decoded), _digests(train, close[1], _decoded))
-    note = "only clips of equal text were compared, since there are so many of equal duration"
-    if source.lengths[alike].sum() + train.lengths[them].sum() <= MOST_SECONDS:
-        found = pairs(_digests(source, alike, _stored), _digests(train, them, _stored)) | found
-        note = ""
+    found, note, compared = {}, "too many have the same duration and the same text", 0
+    if _few(source, close[0], train, close[1]):
+        found = pairs(_digests(source, close[0], _decoded), _digests(train, close[1], _decoded))
+        note, compared = (
+            "only clips of equal text were compared, since there are so many of equal duration",
+            len(source),
+        )
+        if _few(source, alike, train, them):
+            found = pairs(_digests(source, alike, _stored), _digests(train, them, _stored)) | found
+            note = ""
     names = named_pairs(found, source, train)
-    audio = Overlap("audio", len(found), len(source), "clips", names, note)
+    audio = Overlap("audio", len(found), compared, "clips", names, note)
     return [audio, text]
+
+
+def _few(mine: SpeechSource, some: list[int], theirs: SpeechSource, others: list[int]) -> bool:
+    """Whether they are read in a time that a run may wait for."""
+    return bool(mine.lengths[some].sum() + theirs.lengths[others].sum() <= MOST_SECONDS)
 
 
 def _equal(mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> tuple[list[int], list[int]]:
