@@ -129,3 +129,19 @@ def test_this_machine_has_every_allowed_cpu_in_one_core():
     assert len(listed) == len(set(listed))
     assert set(found.allowed) <= set(listed)
     assert 1 <= found.usable <= len(found.allowed)
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)]
+)
+def test_threads_that_the_user_asks_for_are_kept_and_said(affinity, monkeypatch, given, threads):
+    from muster.cli.train import _devices
+
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert cpus.asked_threads() == threads
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert cpus.asked_threads({"OMP_NUM_THREADS": given}) == threads
+    found = inventory.Inventory((), 8, 1.0, "here")
+    assert _devices(found, 2).startswith("2 CPU rank(s) × 4 thread(s)")
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert _devices(found, 2).startswith(f"2 CPU rank(s) × {threads or 4} thread(s)")

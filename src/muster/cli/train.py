@@ -258,7 +258,9 @@ def _devices(found: Inventory, ranks: int) -> str:
     from muster.hardware import rehearsal
 
     if not found.gpus:
-        share = max(1, found.cpus // ranks)
+        from muster.hardware.cpus import asked_threads
+
+        share = asked_threads() or max(1, found.cpus // ranks)
         return f"{ranks} CPU rank(s) × {share} thread(s), {found.describe()}"
     if rehearsal.active():
         return (

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from muster.hardware.devices import read, read_int
+
+
+def asked_threads(env: Mapping[str, str] = os.environ) -> int | None:
+    """Of OMP_NUM_THREADS, whose first number is for the outermost level; None where the user set none."""
+    first = env.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else None
 
 
 @dataclass(frozen=True)

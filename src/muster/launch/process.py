@@ -20,6 +20,7 @@ import torch
 from muster import run_directory
 from muster.errors import MusterError
 from muster.hardware import affinity, environment, inventory, network
+from muster.hardware.cpus import asked_threads
 from muster.launch import cluster, failure
 from muster.launch.cluster import RankInfo
 from muster.observe.results import write_json
@@ -51,8 +52,7 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
         gpu = rank_info.local_rank if found.gpus else None
         cores = affinity.cores_for(rank_info.local_rank, local_world, found, gpu)
         affinity.pin(cores)
-    threads = os.environ["OMP_NUM_THREADS"]
-    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(cores))
+    torch.set_num_threads(asked_threads() or len(cores))
     if rank_info.world == 1:
         return
     cluster.export(rank_info, os.environ)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from muster.hardware.cpus import asked_threads
 from muster.launch import rendezvous
 
 
@@ -34,5 +35,5 @@ def _child(rank: int, ranks: int, port: int, function: Callable[..., Any], argum
     )
     import torch
 
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    torch.set_num_threads(asked_threads() or max(1, len(os.sched_getaffinity(0)) // ranks))
     function(*arguments)
