@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -126,8 +127,14 @@ def test_packed_rows_train_as_rows_alone_on_two_ranks(ranks, folder, tmp_path):
     assert found.small, found
 
 
-def train_to_the_end(mesh, place: str, words: list[str]) -> dict:
+def train_to_the_end(
+    mesh, place: str, words: list[str], perplexities: Sequence[float] = ()
+) -> dict:
+    """Really evaluated; `perplexities` are taken instead of the real ones, one after the other."""
     job = make_job(mesh, place, words, "chat")
+    if perplexities:
+        told, real = iter(perplexities), job.task.summarise
+        job.task.summarise = lambda counts: real(counts) | {"perplexity": next(told)}
     run = run_directory.Run(Path(place))
     if mesh.first:
         run.update(created=0.0)
@@ -165,6 +172,39 @@ def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
         assert all(message["content"] in found["asked"] for message in messages[:-1])
     shown = "".join(str(c) for column in results_table(results, "x").columns for c in column.cells)
     assert results["answers"][0]["answer"][:20].strip() in shown
+
+
+def test_answers_are_those_of_the_weights_that_are_scored(ranks, folder, tmp_path):
+    """The best of step 2, whose scores are remembered, and not those that training ends with."""
+    pytest.importorskip("peft")
+    words = options(
+        folder,
+        "training.epochs=null",
+        "training.steps=4",
+        "training.global_batch_size=2",
+        "training.lr=0.3",
+        "training.warmup_steps=0",
+        "training.precision=fp32",
+        "evaluation.every_steps=2",
+        "evaluation.answers=3",
+        "evaluation.answer_tokens=8",
+    )
+    results = ranks(1)(train_to_the_end, str(tmp_path), words, (1.5, 2.5))[0]
+    assert (results["scores"]["perplexity"], results["last_scores"]["perplexity"]) == (1.5, 2.5)
+    rows = (folder / "rows" / "validation.jsonl").read_text().splitlines()
+    said = {}
+    for step in (2, 4):
+        loaded = muster.load(tmp_path / "checkpoints" / f"step-{step}")
+        said[step] = [
+            loaded.answer(
+                json.loads(rows[int(found["row"].rpartition(" ")[2])])["messages"][:-1],
+                max_tokens=8,
+                temperature=0,
+            ).rstrip("\ufffd")
+            for found in results["answers"]
+        ]
+    assert said[2] != said[4]
+    assert [found["answer"].rstrip("\ufffd") for found in results["answers"]] == said[2]
 
 
 def test_questions_that_leave_no_room_are_not_asked(folder):

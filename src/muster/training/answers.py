@@ -32,6 +32,10 @@ class Answer:
     answer: str
 
 
+def generates_answers(job: Job) -> bool:
+    return isinstance(job.task, ChatLM) and job.recipe.evaluation.answers > 0
+
+
 def answers(job: Job, split: Split) -> list[Answer]:
     """To the last questions of `evaluation.answers` rows of a split, spread evenly over it. All ranks call it."""
     task, wanted, layout = job.task, job.recipe.evaluation, job.mesh.layout

@@ -33,7 +33,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
-from muster.training.answers import answers
+from muster.training.answers import answers, generates_answers
 from muster.training.evaluate import Evaluation, log_bad_rows
 from muster.training.job import Job
 from muster.training.loop import score
@@ -156,13 +156,14 @@ def final_scores(job: Job, done: int) -> Evaluation | None:
 
 def best_scores(job: Job, done: int, split: str) -> Evaluation | None:
     """Of the best checkpoint on the data of the last one's final scores; None where the last is the best. The
-    engine has the best weights from then on."""
+    engine has the best weights from then on where they are still needed: to be scored, or to answer."""
     chosen = job.selection
     step = chosen.best_step if chosen and chosen.keeps else None
     if step is None or step == done:
         return None
-    if split == "validation" and step in job.validated:
-        return job.validated[step]
+    known = job.validated.get(step) if split == "validation" else None
+    if known and not generates_answers(job):
+        return known
     saved = job.checkpoints.at(step)
     if saved is None:
         log.warning(
@@ -171,7 +172,7 @@ def best_scores(job: Job, done: int, split: str) -> Evaluation | None:
         return None
     beat("loading the best checkpoint")
     job.checkpoints.load(saved, job.engine)
-    return score(job, step, cast(Split, split))
+    return known or score(job, step, cast(Split, split))
 
 
 def write_results(
