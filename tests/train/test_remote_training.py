@@ -6,6 +6,8 @@ import hashlib
 import json
 import shutil
 import textwrap
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 import remote_servers
 from muster.data.remote import retry
+from muster.data.remote.bucket import Bucket
 from muster.entrypoints.open_run import check_before_launch, open_run
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.observe.results import complete_steps, read_lines
@@ -190,6 +193,36 @@ def test_a_copy_that_fails_is_said_and_made_with_the_next(s3, tmp_path, monkeypa
     mirror.update()
     mirror.wait()
     assert (mirror.copied, mirror.failed) == ([2, 1], {})
+
+
+def test_a_bucket_that_stops_answering_is_not_waited_for(s3, tmp_path, monkeypatch):
+    monkeypatch.setattr("muster.training.mirror.PATIENCE_S", 0.2)
+    monkeypatch.setattr("muster.training.mirror.POLL_S", 0.05)
+    answer = threading.Event()
+
+    def hangs(self, path: Path, key: str) -> Iterator[int]:
+        answer.wait()
+        yield 0
+
+    monkeypatch.setattr(Bucket, "write", hangs)
+    mirror = Mirror("s3://mirror", "hangs", tmp_path, 3)
+    checkpoint(tmp_path, 1)
+    mirror.update()
+    mirror.wait()
+    assert "not a byte was copied" in mirror.failed[1]
+    answer.set()
+
+
+def test_a_save_that_was_cut_off_gives_way_to_the_mirror(s3, tmp_path):
+    checkpoint(tmp_path / "here", 1)
+    mirrored("cut", tmp_path / "here")
+    half = tmp_path / "cut" / "checkpoints" / "step-1"
+    half.mkdir(parents=True)
+    (half / "__0_0.distcp").write_bytes(b"half")
+    found = restore_if_none(tmp_path / "cut", "cut", "s3://mirror", "auto")
+    assert found == half
+    assert (half / "__0_0.distcp").read_bytes() == b"weights 1"
+    assert restore_if_none(tmp_path / "cut", "cut", "s3://mirror", "auto") is None
 
 
 def test_a_checkpoint_in_the_mirror_is_complete_or_passed_over(s3, tmp_path):

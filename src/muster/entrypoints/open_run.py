@@ -96,10 +96,10 @@ def open_run(
 
 def _restore(recipe: Recipe, run: Run, console: Console | None) -> None:
     """From the mirror, or another bucket that `checkpoint.resume` names, if there is no checkpoint here."""
-    from muster.observe.results import step_folders
+    from muster.observe.results import complete_steps
 
     options = recipe.checkpoint
-    if step_folders(run.path / "checkpoints") or not (options.mirror or is_remote(options.resume)):
+    if complete_steps(run.path) or not (options.mirror or is_remote(options.resume)):
         return
     from muster.training.mirror import restore_if_none
 

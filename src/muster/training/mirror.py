@@ -10,25 +10,29 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from muster.data.remote import download
+from muster.data.remote import AT_A_TIME, download
 from muster.data.remote.bucket import Bucket
 from muster.data.remote.retry import retried
 from muster.data.remote.store import RemoteFile
 from muster.errors import CheckpointError, MusterError
 from muster.observe.heartbeat import beat
-from muster.observe.results import MANIFEST, best_of, step_folders, step_of
+from muster.observe.results import MANIFEST, best_of, complete_steps, step_folders, step_of
 from muster.urls import scheme
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often a waiting rank checks the progress of a copy
+PATIENCE_S = 240.0  # without a byte, until it waits no longer: less than what counts as a stall
 
 
 def open_bucket(address: str) -> tuple[Bucket, str]:
@@ -77,14 +81,18 @@ class Mirror:
                 self._thread.start()
 
     def wait(self) -> None:
-        """Until everything is copied, or has failed. A slow copy is not a stall while it moves."""
+        """Until everything is copied, or has failed, or does not move. A slow copy is not a stall while it moves."""
         beat("copying to the mirror")
-        moved = self._moved
+        moved, since = self._moved, time.monotonic()
         while (thread := self._thread) is not None:
             thread.join(POLL_S)
             if self._moved != moved:
                 beat("copying to the mirror")
-            moved = self._moved
+                moved, since = self._moved, time.monotonic()
+            elif time.monotonic() - since > PATIENCE_S:
+                step = step_of(self.busy) if self.busy else None
+                self._say(step, TimeoutError(f"not a byte was copied in {PATIENCE_S:.0f} s"))
+                return
 
     def summary(self) -> dict[str, Any]:
         """For the results."""
@@ -135,13 +143,15 @@ class Mirror:
     def _copy(self, folder: Path, names: list[str]) -> None:
         target = f"{self.folder}/{folder.name}"
         self._remove(target)  # of an earlier start, which came this far too
-        for name in [*names, MANIFEST]:
-            upload = partial(self._upload, folder / name, f"{target}/{name}")
-            retried(f"{self.address}/{folder.name}/{name}", upload)
+        for name in [*names, MANIFEST]:  # the parts of one are sent at the same time
+            self._upload(folder, target, name)
 
-    def _upload(self, path: Path, key: str) -> None:
-        for moved in self.bucket.write(path, key):
-            self._moved += moved
+    def _upload(self, folder: Path, target: str, name: str) -> None:
+        def write() -> None:
+            for moved in self.bucket.write(folder / name, f"{target}/{name}"):
+                self._moved += moved
+
+        retried(f"{self.address}/{folder.name}/{name}", write)
 
     def _prune(self) -> None:
         here = {folder.name for folder in step_folders(self.root)}
@@ -212,20 +222,29 @@ def _fetch(bucket: Bucket, files: list[RemoteFile], target: Path) -> Path:
 
     whole = target.with_name(f".{target.name}.partial")
     whole.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        download(bucket, file, whole / file.relative)
-    manifest = read_manifest(whole)
-    verify(whole, manifest)
+    # Of an earlier try, files are there whole.
+    missing = [file for file in files if not (whole / file.relative).is_file()]
+    with ThreadPoolExecutor(AT_A_TIME, thread_name_prefix="mirror") as pool:
+        deque(
+            pool.map(lambda file: download(bucket, file, whole / file.relative), missing), maxlen=0
+        )
+    try:
+        verify(whole, read_manifest(whole))
+    except CheckpointError:
+        shutil.rmtree(whole)
+        raise
+    if target.exists():  # without a manifest: its save was cut off
+        shutil.rmtree(target)
     return whole.rename(target)
 
 
 def restore_if_none(run: Path, name: str, mirror: str | None, resume: str) -> Path | None:
-    """Into a run directory without checkpoints: from where `checkpoint.resume` says, if that is a bucket,
+    """Into a run directory without a complete checkpoint: from where `checkpoint.resume` says, if that is a bucket,
     else from what this run's mirror has."""
     root = run / "checkpoints"
     asked = scheme(resume) is not None
     address = resume if asked else f"{mirror.rstrip('/')}/{name}" if mirror else None
-    if address is None or step_folders(root):
+    if address is None or complete_steps(run):
         return None
     try:
         found = restore(address, root)

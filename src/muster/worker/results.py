@@ -135,10 +135,12 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         changes["last_scores"] = final.scores
     if said:
         changes["answers"] = [vars(answer) for answer in said]
+    results = write_results(job, run, done, best or final, peak, **changes)
     if mirror := job.checkpoints.mirror:
-        mirror.wait()  # after everything that other ranks take part in
+        mirror.wait()  # when nothing else is left to lose
         changes["mirror"] = mirror.summary()
-    return write_results(job, run, done, best or final, peak, **changes)
+        results = write_results(job, run, done, best or final, peak, **changes)
+    return results
 
 
 def _is_scored(job: Job, done: int) -> bool:
