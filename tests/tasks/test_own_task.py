@@ -19,7 +19,7 @@ import muster as public
 from muster import run_directory as runs
 from muster.checks.parity import TrainingCurve, cause, distance, short_recipe, training_curve
 from muster.cli import app
-from muster.entrypoints.open_run import _check_same_maths, check_before_launch
+from muster.entrypoints.open_run import _check_same_maths, check_before_launch, open_run
 from muster.errors import CheckpointError, DataError, MusterError, RecipeError
 from muster.inference.load import load_trained
 from muster.inference.score import score
@@ -38,6 +38,7 @@ from muster.recipe.load import from_resolved, load
 from muster.recipe.own_task import OwnTask, comparable, parse
 from muster.tasks import build_task
 from muster.tasks.base import Task
+from muster.tasks.own import load_class, named
 from muster.training.compatibility import refuse_other_recipe
 from muster.training.evaluate import SingleProcess
 from muster.training.trial import try_task
@@ -284,6 +285,30 @@ def test_a_class_of_a_module_is_found_from_here_and_recorded(tmp_path, monkeypat
     assert comparable(recipe.as_dict()) != before
     with pytest.raises(RecipeError, match=r"no_module_here:Fit: .*install the package"):
         check_before_launch(load("gpt-micro", ["task=no_module_here:Fit"]), 1, 1)
+
+
+def test_a_run_without_a_step_takes_the_file_as_it_was_mended(tmp_path, monkeypatch):
+    """And its errors name that file, with the copy in brackets."""
+    monkeypatch.chdir(tmp_path)
+    recipe = own.write(tmp_path, (SUM, "return batch['z']"))
+    run, claim, copied = open_run(load(str(recipe)), 1, 1, None, "mine")
+    claim.close()
+    copy = run.path / "task" / "fit.py"
+    line = own.FILE.splitlines().index(f"        {SUM}") + 1
+    with pytest.raises(RecipeError) as caught, named(parse(copied.task), "loss"):
+        load_class(parse(copied.task)).loss(None, None, {})
+    place = f"{tmp_path}/fit.py, line {line} (copied into the run: {copy.absolute()}), in loss: "
+    assert str(caught.value) == f"{place}KeyError: 'z'"
+    own.write(tmp_path)
+    run.update(state="failed")
+    again, claim, _ = open_run(from_resolved(run.path / "recipe.yaml"), 1, 1, run, None)
+    claim.close()
+    assert again.path == run.path
+    assert copy.read_text() == own.FILE
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "fit.py").write_text(own.FILE + "# changed\n")
+    open_run(from_resolved(run.path / "recipe.yaml"), 1, 1, run, None)[1].close()
+    assert copy.read_text() == own.FILE, "steps were done with it"
 
 
 @pytest.fixture(scope="module")

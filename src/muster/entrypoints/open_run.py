@@ -62,7 +62,7 @@ def open_run(
     `local_ranks` on each machine, or of one to resume with the same maths. With a `console`, speech is indexed first, with a progress bar."""
     from muster import run_directory
     from muster.recipe.batch import scaling_words
-    from muster.recipe.own_task import adopt, changed_original
+    from muster.recipe.own_task import adopt, changed_original, with_original
 
     if existing and recipe.training.scale_with_ranks != "none":
         raise RecipeError(
@@ -82,8 +82,11 @@ def open_run(
         _check_same_maths(existing, recipe)
     if console:
         _index_speech(recipe, console)
-    if existing and (changed := changed_original(recipe, existing.info().get("task") or {})):
-        _say(changed, console)
+    copied = (existing.info().get("task") or {}) if existing else {}
+    if existing and changed_original(recipe, copied):
+        newer = with_original(recipe, copied) if _nothing_done(existing, recipe) else None
+        _say(str(changed_original(recipe, copied, taken=newer is not None)), console)
+        recipe = settle_task(newer) if newer else recipe
     run = existing or run_directory.create(root, recipe.name, {}, exact=name)
     claim = run.claim()
     _restore(recipe, run, console)
@@ -92,6 +95,14 @@ def open_run(
         run.update(task=record)
     _write_recipe(run, recipe)
     return run, claim, recipe
+
+
+def _nothing_done(run: Run, recipe: Recipe) -> bool:
+    """Whether the run has no step to go on from, here or in a bucket."""
+    from muster.observe.results import step_folders
+
+    elsewhere = recipe.checkpoint.mirror or is_remote(recipe.checkpoint.resume)
+    return not (elsewhere or run.last_metrics() or step_folders(run.path / "checkpoints"))
 
 
 def _restore(recipe: Recipe, run: Run, console: Console | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -107,7 +108,26 @@ def adopt(recipe: Recipe, run: Path) -> tuple[Recipe, dict[str, Any] | None]:
     return _with_task(recipe, f"{copy}:{own.name}"), record
 
 
-def changed_original(recipe: Recipe, record: dict[str, Any]) -> str | None:
+def with_original(recipe: Recipe, record: dict[str, Any]) -> Recipe | None:
+    """The recipe with the file that a run's copy was made of; None where the copy was edited itself."""
+    own = parse(recipe.task)
+    if own is None or own.digest() != record.get("sha256"):
+        return None
+    return _with_task(recipe, f"{record['from']}:{own.name}")
+
+
+def original_of(file: Path) -> str | None:
+    """Of a run's copy: the file that it was made of, as long as both are the same."""
+    try:
+        record = json.loads((file.parents[1] / "run.json").read_text())["task"]
+        found = Path(record["from"])
+        same = file.parent.name == FOLDER and found.read_bytes() == file.read_bytes()
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return str(found) if same and found != file else None
+
+
+def changed_original(recipe: Recipe, record: dict[str, Any], *, taken: bool = False) -> str | None:
     """What to say where the file that a run's copy was made of has changed since."""
     own = parse(recipe.task)
     if own is None or not own.is_file or record.get("from") == own.place:
@@ -115,6 +135,11 @@ def changed_original(recipe: Recipe, record: dict[str, Any]) -> str | None:
     now = OwnTask(str(record.get("from")), own.name).digest()
     if now in (None, record.get("sha256")):
         return None
+    if taken:
+        return (
+            f"{record['from']} has changed since this run began, which has no step done yet: it is taken "
+            "as it is now"
+        )
     return (
         f"{record['from']} has changed since this run began; the run goes on with its own copy, "
         f"{own.place}. For the changed file start a new run: muster train RECIPE"

@@ -20,7 +20,7 @@ from torch import nn
 
 from muster.data.loader import Source
 from muster.errors import MusterError, RecipeError
-from muster.recipe.own_task import OwnTask, find_from_here, parse
+from muster.recipe.own_task import OwnTask, find_from_here, original_of, parse
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task, read_options
 
@@ -197,7 +197,10 @@ def named(own: OwnTask, method: str | None) -> Iterator[None]:
 def _sentence(own: OwnTask, method: str | None, error: Exception) -> str:
     file = own.file()
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(file)]
-    where = f"{file}, line {lines[-1]}" if lines else own.label
+    if lines and file and (original := original_of(file)):  # which is the one to edit
+        where = f"{original}, line {lines[-1]} (copied into the run: {file})"
+    else:
+        where = f"{file}, line {lines[-1]}" if lines else own.label
     inside = f", in {method}" if method else ""
     words = f"{where}{inside}: {type(error).__name__}: {error}"
     missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
