@@ -13,6 +13,7 @@ import pytest
 
 from chats import CHATML, conversation, replies, write_rows, write_tokenizer
 from muster.data.loader import IGNORE
+from muster.data.overlap import PIECE_BYTES
 from muster.data.problems import Problems
 from muster.data.text.chat import ChatSource, encode, pack_rows
 from muster.data.text.chat_template import ChatTemplate, find_template
@@ -195,6 +196,23 @@ def test_a_template_that_shows_earlier_turns_otherwise_makes_a_row_of_each_reply
         assert ids.tolist() == tokenizer.encode_marked(text)[0].tolist()
         assert tokenizer.decode(ids[mask].tolist()) == messages[end - 1]["content"]
     assert len(list(encode(tokenizer, template(CHATML), messages))) == 1
+
+
+def test_a_row_within_a_longer_training_row_is_found(tokenizer, tmp_path):
+    """Of fewer tokens than a piece of text has bytes."""
+    turns = conversation(3)
+    turns[2]["content"] = "hello world, what is a world? " * 9
+    sources = [
+        ChatSource([write(tmp_path / name, [{"messages": rows}])], tokenizer, template(CHATML), 999)
+        for name, rows in (("train.jsonl", turns), ("test.jsonl", turns[:3]))
+    ]
+    train, test = sources
+    (found,) = test.overlap(train)
+    length = int(test.rows.lengths[0])
+    assert length < PIECE_BYTES
+    assert found.total == length
+    assert found.seen > length // 2
+    assert train.overlap(train)[0].seen == train.rows.lengths[0]
 
 
 def test_a_reply_is_ended_where_the_template_does_not_end_it():

@@ -38,10 +38,11 @@ def by_hand(mine: Documents, theirs: Documents, size: int) -> tuple[int, int]:
     occurring = {tuple(stream[i : i + size]) for i in range(len(stream) - size + 1)}
     seen = total = 0
     for text in split(mine):
-        parts = [text[i : i + size] for i in range(0, len(text) - size + 1, size)] or [text]
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        wanted = [*parts[:-1], text[-size:]]  # the last ends with the text
         known = occurring if len(text) >= size else whole
-        seen += sum(len(part) for part in parts if part in known)
-        total += sum(map(len, parts))
+        seen += sum(len(part) for part, piece in zip(parts, wanted, strict=True) if piece in known)
+        total += len(text)
     return seen, total
 
 
@@ -62,14 +63,24 @@ def test_text_is_found_as_by_comparing_every_piece_with_every_place(monkeypatch,
     found = text_overlap(mine, theirs, bytes_per_token=200 / 40)
     assert (found.seen, found.total) == by_hand(mine, theirs, 40)
     assert 0 < found.seen < found.total
-    assert text_overlap(theirs, theirs).seen == text_overlap(theirs, theirs).total
+    itself = text_overlap(theirs, theirs, bytes_per_token=200 / 40)
+    assert itself.seen == itself.total == len(theirs.tokens)
+
+
+def test_the_end_of_a_document_is_compared_too():
+    """90 tokens in pieces of 40: only the last, which adds 10 to those before it, is in the training text."""
+    rng = np.random.default_rng(0)
+    train = rng.integers(0, 500, 300).tolist()
+    test = [*rng.integers(0, 500, 45).tolist(), *train[100:145]]
+    found = text_overlap(documents(test), documents(train), bytes_per_token=5)
+    assert (found.seen, found.total) == (10, 90)
 
 
 def test_more_training_text_than_is_compared_is_told(monkeypatch):
     monkeypatch.setattr(module, "MOST_TOKENS", 100)
     mine = documents(list(range(50)))
     theirs = documents(list(range(200, 280)), list(range(50)))
-    found = text_overlap(mine, theirs)
+    found = text_overlap(mine, theirs, bytes_per_token=1)
     assert found.seen == 0
     assert found.unchecked == "compared with the first 80 training tokens only"
     assert not unseen([found])
@@ -84,10 +95,13 @@ def test_text_of_files_is_compared_once(tmp_path, monkeypatch):
         PackedSource([tmp_path / f"{n}.txt"], Bytes(), **options) for n in ("train", "test")
     )
     (found,) = find_overlap(test, train)
-    assert (found.seen, found.total) == (200, 400)
-    assert found.words("test").startswith("warning: test: 50.0% (200 of 400 tokens) are in text")
-    monkeypatch.setattr("muster.data.text.packing.text_overlap", None)
-    assert find_overlap(test, train) == [found]
+    assert (found.seen, found.total) == (200, 549)
+    assert found.words("test").startswith("warning: test: 36.4% (200 of 549 tokens) are in text")
+    with monkeypatch.context() as without:
+        without.setattr("muster.data.text.packing.text_overlap", None)
+        assert find_overlap(test, train) == [found]
+    monkeypatch.setattr(module, "PIECE_BYTES", 140)
+    assert find_overlap(test, train)[0].seen == 280, "an answer of another piece size"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NAMED = 3  # pairs
 MOST_TOKENS = 200_000_000  # of training text that is compared: some ten seconds
+TEXT_VERSION = 2  # of what `text_overlap` finds
 PIECE_BYTES = 200  # of text that is looked for as a whole
 SHORTEST, LONGEST = 32, 256  # such a piece, in tokens
 CHUNK = 1 << 20
@@ -97,26 +98,38 @@ class Documents:
         return np.diff(self.bounds)
 
 
-def text_overlap(mine: Documents, theirs: Documents, bytes_per_token: float = 1.0) -> Overlap:
-    """Tokens of `mine` in pieces of about `PIECE_BYTES` that occur anywhere in `theirs`. A document that is
-    shorter than a piece has to be a whole document there."""
+def text_key() -> str:
+    """What an answer of `text_overlap` depends on besides the texts: part of the name it is saved under."""
+    return f"{TEXT_VERSION}-{PIECE_BYTES}-{SHORTEST}-{LONGEST}-{MOST_TOKENS}"
+
+
+def text_overlap(mine: Documents, theirs: Documents, bytes_per_token: float) -> Overlap:
+    """Tokens of `mine` in pieces of about `PIECE_BYTES` that occur anywhere in `theirs`. The last piece of a
+    document ends with it; a document that is shorter than a piece has to be a whole document there."""
     size = int(np.clip(PIECE_BYTES / max(bytes_per_token, 1e-9), SHORTEST, LONGEST))
     long = mine.lengths >= size
-    begins = [
-        np.arange(begin, end - size + 1, size)
-        for begin, end in zip(mine.bounds[:-1][long], mine.bounds[1:][long], strict=True)
-    ]
-    starts = np.concatenate([np.zeros(0, np.int64), *begins])
+    starts, counts = _pieces(mine.bounds[:-1][long], mine.lengths[long], size)
     pieces, whole = hashes_at(mine.tokens, starts, size), _document_hashes(mine, size)
     compared = int(np.searchsorted(theirs.bounds, MOST_TOKENS, side="right")) - 1
     part = Documents(theirs.tokens, theirs.bounds[: max(compared, 1) + 1])
-    found = pieces[_occurring(pieces, part, size)]
+    found = _occurring(pieces, part, size)
     same = np.isin(whole, _document_hashes(part, size))
-    seen = len(found) * size + int(mine.lengths[~long][same].sum())
-    total = len(pieces) * size + int(mine.lengths[~long].sum())
+    seen = int(counts[found].sum()) + int(mine.lengths[~long][same].sum())
     left = len(theirs.bounds) - len(part.bounds)
     why = f"compared with the first {part.bounds[-1]:,} training tokens only" if left else ""
-    return Overlap("text", seen, total, "tokens", unchecked=why)
+    return Overlap("text", seen, int(mine.lengths.sum()), "tokens", unchecked=why)
+
+
+def _pieces(
+    begins: NDArray[np.int64], lengths: NDArray[np.int64], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where the pieces of documents start, and how many tokens each adds to those before it: the last one
+    overlaps the one before where the length is no multiple of `size`."""
+    numbers = -(-lengths // size)
+    which = np.repeat(np.arange(len(lengths)), numbers)
+    within = (np.arange(len(which)) - np.repeat(np.cumsum(numbers) - numbers, numbers)) * size
+    counts = np.minimum(size, lengths[which] - within)
+    return begins[which] + np.minimum(within, lengths[which] - size), counts
 
 
 def _document_hashes(documents: Documents, size: int) -> Hashes:

@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 ROWS_VERSION = 1
 SAMPLED = 1 << 20  # tokens that go into a source's fingerprint
+SIZED = 1 << 14  # tokens whose bytes are counted
 ARRAYS = ("tokens", "replies", "starts", "files", "row_numbers")
 
 
@@ -102,7 +103,7 @@ class ChatSource:
         long_rows: Literal["skip", "cut"] = "skip",
         max_bad_fraction: float = 0.01,
     ) -> None:
-        self.paths, self.length = list(paths), length
+        self.paths, self.length, self.tokenizer = list(paths), length, tokenizer
         self.broken: dict[int, str] = {}
         self.left_out: dict[str, int] = {}
         self.cut: dict[str, int] = {}
@@ -153,7 +154,9 @@ class ChatSource:
 
     def overlap(self, train: ChatSource) -> list[Overlap]:
         mine, theirs = (Documents(rows.tokens, rows.starts) for rows in (self.rows, train.rows))
-        return [text_overlap(mine, theirs)]
+        sample = self.rows.tokens[:SIZED]
+        size = len(self.tokenizer.decode(sample.tolist()).encode()) / max(1, len(sample))
+        return [text_overlap(mine, theirs, size)]
 
     def account(self) -> list[FileAccount]:
         """The rows of each file, and what they hold. A row may be several where the template makes it so."""

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from muster.data import cache
 from muster.data.account import FileAccount
-from muster.data.overlap import Documents, Overlap, text_overlap
+from muster.data.overlap import Documents, Overlap, text_key, text_overlap
 from muster.data.problems import Problems
 from muster.data.text.arrangement import Arrangement, Packing, arrange
 from muster.data.text.documents import Document, read_documents, row_name
@@ -164,7 +164,7 @@ class PackedSource:
     def overlap(self, train: PackedSource) -> list[Overlap]:
         """Text that is in the training text too. Found once for each pair of streams."""
         mine, theirs = self.stream, train.stream
-        saved = theirs.folder / f"overlap-{mine.folder.name}.json"
+        saved = theirs.folder / f"overlap-{text_key()}-{mine.folder.name}.json"
         try:
             return [Overlap(**json.loads(saved.read_text()))]
         except (OSError, ValueError, TypeError):
