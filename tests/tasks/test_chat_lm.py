@@ -148,7 +148,7 @@ def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
     pytest.importorskip("peft")
     words = options(
         folder,
-        "training.epochs=4",
+        "training.epochs=2",
         "training.global_batch_size=2",
         "training.lr=2e-2",
         "distributed.strategy=fsdp",
@@ -158,7 +158,7 @@ def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
     )
     results = ranks(2)(train_to_the_end, str(tmp_path), words)[0]
     lines = read_lines(tmp_path / "metrics.jsonl")
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.05
     assert {name for name in lines[0] if "token" in name} == {"tokens_per_s"}
     assert set(results["scores"]) == {"loss", "perplexity", "tokens"}
     loaded = muster.load(tmp_path)
