@@ -207,6 +207,22 @@ def test_answers_are_those_of_the_weights_that_are_scored(ranks, folder, tmp_pat
     assert [found["answer"].rstrip("\ufffd") for found in results["answers"]] == said[2]
 
 
+def test_corpora_that_are_mixed_are_asked_from_the_first(ranks, folder, tmp_path):
+    rows = folder / "rows"
+    words = [
+        f"model.pretrained={folder / 'model'}",
+        f"data.train=[{{path: {rows / 'validation.jsonl'}, weight: 1}}, {{path: {rows / 'train.jsonl'}, weight: 2}}]",
+        "data.sequence_length=256",
+        "training.steps=1",
+        "training.global_batch_size=2",
+        "evaluation.answers=1",
+        "evaluation.answer_tokens=2",
+    ]
+    results = ranks(2)(train_to_the_end, str(tmp_path), words)[0]
+    assert [found["row"] for found in results["answers"]] == [f"{rows / 'validation.jsonl'} row 0"]
+    assert results["scores"] == {}
+
+
 def test_questions_that_leave_no_room_are_not_asked(folder):
     source = task_of(folder, "data.pack_rows=false").source("validation")
     every = source.questions(100, 255)

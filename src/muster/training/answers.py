@@ -13,6 +13,7 @@ import torch
 
 from muster.data.corpus import Split
 from muster.data.loader import Inputs
+from muster.data.mixture import MixedSource
 from muster.data.text.chat import ChatSource, Question
 from muster.observe.heartbeat import beat
 from muster.tasks.chat import ChatLM
@@ -45,6 +46,8 @@ def answers(job: Job, split: Split) -> list[Answer]:
         log.warning("no answers: a pipeline and context ranks generate none; see muster generate")
         return []
     source = task.source(split)
+    if isinstance(source, MixedSource):
+        source = source.sources[0]
     assert isinstance(source, ChatSource)
     questions = source.questions(wanted.answers, task.recipe.data.sequence_length - 1)
     if not questions:
