@@ -57,6 +57,7 @@ def calls(monkeypatch) -> list[torch.Size]:
     monkeypatch.setattr(varlen, "_function", lambda: function)
     monkeypatch.setattr(varlen, "kernel_runs", lambda device: True)
     monkeypatch.setattr(varlen, "HALVES", (torch.float64,))
+    monkeypatch.setattr(varlen, "PADDED", 1)  # these sequences are short
     return found
 
 
@@ -102,6 +103,8 @@ def test_only_what_the_kernel_can_is_left_to_it(calls, monkeypatch):
     run(q, None, 0.0)
     assert len(calls) == 1
     assert varlen.documents_of(None, STARTS) is None
+    monkeypatch.setattr(varlen, "PADDED", 20 * varlen.MOST_PADDED // 9 + 1)  # too many of them
+    assert varlen.documents_of(DOCUMENTS, STARTS) == (DOCUMENTS, None)
     monkeypatch.undo()
     assert varlen.documents_of(DOCUMENTS, STARTS) == (DOCUMENTS, None)  # a CPU
     assert set(varlen.HALVES) == {torch.float16, torch.bfloat16}

@@ -22,6 +22,10 @@ Documents = tuple[Tensor, Tensor | None]
 HALVES = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)
 WIDEST_HEAD = 256
+PADDED = 128  # rows of float32 that FlashAttention-2's backward pass has for each document, also an empty one …
+MOST_PADDED = (
+    8  # … which may be so many times the tokens; with more documents, a mask takes less memory
+)
 
 
 def documents_of(documents: Tensor | None, starts: Tensor | None) -> Documents | None:
@@ -30,6 +34,8 @@ def documents_of(documents: Tensor | None, starts: Tensor | None) -> Documents |
     if documents is None:
         return None
     if starts is None or not kernel_runs(starts.device):
+        return documents, None
+    if PADDED * starts.shape[1] > MOST_PADDED * documents.shape[1]:
         return documents, None
     return documents, edges_of(starts, documents.shape[1])
 
