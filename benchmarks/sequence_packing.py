@@ -6,7 +6,7 @@
 The texts are short modules of the standard library of the Python that runs this: some to train on, in
 many epochs, and others for validation. `modules` has one document per module, `lines` one per line.
 Model, optimizer, steps, dropout and seeds are the same for every way to pack. Losses are in nats per
-byte: the best of a run and its last, means over the seeds.
+token (a byte, or the end of a document): the best of a run and its last, means over the seeds.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ COMMON = [
     "evaluation.every_steps=50",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
+    "checkpoint.best=false",
     "logging.tensorboard=false",
 ]
 
@@ -90,7 +91,7 @@ def main() -> None:
     wanted = parser.parse_args()
     print("| documents | packing | best loss | at step | last loss |\n|---|---|---|---|---|")
     for kind in wanted.texts or ("modules", "lines"):
-        with tempfile.TemporaryDirectory() as parent:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as parent:
             folder = Path(parent)
             (folder / "text").mkdir()
             write(folder / "text", kind, wanted.kilobytes * 1000)
