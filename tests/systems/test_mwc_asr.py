@@ -102,6 +102,14 @@ def test_one_process_walks_the_same_path(by_torchrun, system):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_as_shipped_it_learns_to_recognise_unseen_voices(system):
+    done = call(system, "./start_training.sh --follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert results(newest(system))["scores"]["wer"] <= 0.15
+
+
+@pytest.mark.full
 def test_fsdp_as_the_guide_configures_it_walks_it_too(by_torchrun, system):
     text = (CONFIGS / "training_config.yaml").read_text()
     text = text.replace('distributed_strategy: "ddp"', 'distributed_strategy: "fsdp"')
