@@ -167,6 +167,33 @@ def test_an_engine_that_has_trained_in_shards_is_scored_with_its_best_weights(
     assert losses[0] != losses[1]
 
 
+def finish_without_best(mesh, folder, overrides, recipe, script) -> dict[str, Any]:
+    """The best checkpoint is damaged before the run scores it."""
+    job = prepared(mesh, folder, overrides, recipe, script)
+    done = train(job)
+    damage(Path(folder) / "checkpoints" / "step-4")
+    results = finish(job, run_directory.Run(Path(folder)), done)
+    job.observer.close()
+    return results
+
+
+def damage(checkpoint: Path) -> None:
+    shard = next(checkpoint.glob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+
+
+def test_a_best_checkpoint_that_is_damaged_does_not_end_a_run(ranks, tiny_recipe, tmp_path):
+    recipe, unseen = tiny_recipe
+    file = unseen[0].partition("=")[2]
+    asked = [*unseen, f"data.test={file}", "evaluation.final=true"]
+    (tmp_path / "run.json").write_text('{"created": 0}')
+    (results,) = ranks(1)(finish_without_best, str(tmp_path), asked, recipe, SCRIPT | {9: 60.0})
+    assert results["scores"]["perplexity"] == 60.0
+    assert results["last_scores"] == {}
+
+
 def disagreeing(mesh, folder, overrides, recipe) -> tuple[int, bool]:
     """Rank 1 sees a score that improves for ever."""
     script = {2: 5.0, 4: 3.0, 6: 2.95, 8: 3.5, 10: 1.0}
@@ -285,10 +312,7 @@ def test_a_checkpoint_of_a_run_is_chosen_by_word(finished, tmp_path):
     ):
         choose(finished, "best", 3)
     shutil.copytree(finished, tmp_path / "run")
-    shard = next((tmp_path / "run" / "checkpoints" / "step-4").glob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    damage(tmp_path / "run" / "checkpoints" / "step-4")
     found = choose(tmp_path / "run")
     assert found.saved.step == 8
     assert "step-8, the last; the best is damaged (" in found.words

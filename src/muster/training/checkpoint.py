@@ -151,17 +151,22 @@ class Checkpoints:
         """The newest complete checkpoint and, why newer ones were skipped. The same on all ranks."""
         skipped: list[str] = []
         for folder in step_folders(self.root):
-            problem = None
-            try:
-                manifest = read_manifest(folder)
-                verify(folder, manifest, self.mesh.rank, self.mesh.world)
-            except (CheckpointError, OSError) as error:
-                problem = str(error)
-            problems = [p for p in self.mesh.gather(problem) if p]
-            if not problems:
-                return Saved(folder, manifest), skipped
-            skipped.append(problems[0])
+            saved = self._checked(folder)
+            if isinstance(saved, Saved):
+                return saved, skipped
+            skipped.append(saved)
         return None, skipped
+
+    def _checked(self, folder: Path) -> Saved | str:
+        """The checkpoint, or why it is not whole; ranks share the reading. The same on all ranks."""
+        problem, manifest = None, dict[str, Any]()
+        try:
+            manifest = read_manifest(folder)
+            verify(folder, manifest, self.mesh.rank, self.mesh.world)
+        except (CheckpointError, OSError) as error:
+            problem = str(error)
+        problems = [p for p in self.mesh.gather(problem) if p]
+        return problems[0] if problems else Saved(folder, manifest)
 
     def complete(self) -> set[int]:
         """Steps whose files are all there, at their sizes. The same on all ranks."""
@@ -172,12 +177,9 @@ class Checkpoints:
                 found.add(step_of(folder))
         return set.intersection(*self.mesh.gather(found))
 
-    def at(self, step: int) -> Saved | None:
-        """The checkpoint of a step, whole; None where it is not. The same on all ranks."""
-        if step not in self.complete():
-            return None
-        folder = self.root / f"step-{step}"
-        return Saved(folder, read_manifest(folder))
+    def at(self, step: int) -> Saved | str:
+        """The checkpoint of a step, or why it is not whole. The same on all ranks."""
+        return self._checked(self.root / f"step-{step}")
 
     def load(self, saved: Saved, engine: Engine) -> dict[str, Any]:
         """Weights and optimizer into `engine`; returns the trainer's own small state."""

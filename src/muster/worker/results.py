@@ -167,10 +167,8 @@ def best_scores(job: Job, done: int, split: str) -> Evaluation | None:
     if known and not generates_answers(job):
         return known
     saved = job.checkpoints.at(step)
-    if saved is None:
-        log.warning(
-            "the best checkpoint, step-%d, is no longer there: only the last is scored", step
-        )
+    if isinstance(saved, str):
+        log.warning("the best checkpoint is not whole, and only the last is scored: %s", saved)
         return None
     beat("loading the best checkpoint")
     job.checkpoints.load(saved, job.engine)
