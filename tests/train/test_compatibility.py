@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from muster import run_directory
 from muster.api.train import resolve
+from muster.entrypoints.open_run import open_run
 from muster.errors import CheckpointError
 from muster.recipe.describe import keys
 from muster.recipe.load import from_resolved, load
+from muster.run_directory import Run
+from muster.training.checkpoint import FORMAT
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
@@ -58,6 +62,43 @@ def test_text_that_was_packed_before_its_cuts_moved_goes_on_with_fixed_ones(tmp_
     older["data"]["sequence_packing"] = "shuffled"
     (tmp_path / "recipe.yaml").write_text(json.dumps(older))
     assert from_resolved(tmp_path / "recipe.yaml").data.sequence_packing == "shuffled"
+
+
+@pytest.fixture
+def old_run(tmp_path) -> Run:
+    """Stopped after step 2, before data.sequence_packing existed."""
+    older = load("gpt-micro").as_dict()
+    del older["data"]["sequence_packing"]
+    run = run_directory.create(tmp_path, "gpt", {}, exact="old")
+    run.update(state="stopped")
+    folder = run.path / "checkpoints" / "step-2"
+    folder.mkdir(parents=True)
+    (folder / "x.distcp").touch()
+    (folder / "recipe.json").write_text(json.dumps(older))
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 2, "files": {}}))
+    return run
+
+
+@pytest.mark.parametrize("how", ["--run", "checkpoint.resume"])
+def test_a_recipe_that_goes_on_with_an_old_run_packs_as_it_did(old_run, tmp_path, how):
+    options, name = [f"logging.dir={tmp_path}"], "old"
+    if how == "checkpoint.resume":
+        options, name = [*options, f"checkpoint.resume={old_run.path}"], "new"
+    run, claim, recipe = open_run(load("gpt-micro", options), 1, 1, None, name)
+    claim.close()
+    assert run.name == name
+    assert recipe.data.sequence_packing == "fixed"
+    assert from_resolved(run.path / "recipe.yaml").data.sequence_packing == "fixed"
+    run.update(state="stopped")
+    _, claim, again = open_run(load("gpt-micro", options), 1, 1, None, name)
+    claim.close()
+    assert again.data.sequence_packing == "fixed"
+
+
+def test_another_packing_for_an_old_run_is_refused(old_run, tmp_path):
+    asked = ["data.sequence_packing=shuffled", f"logging.dir={tmp_path}"]
+    with pytest.raises(CheckpointError, match=r"data\.sequence_packing='fixed', but .*'shuffled'"):
+        open_run(load("gpt-micro", asked), 1, 1, None, "old")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.errors import LaunchError, MusterError, RecipeError
+from muster.errors import CheckpointError, LaunchError, MusterError, RecipeError
 from muster.urls import is_remote
 from muster.workloads import WORKLOADS
 
@@ -78,6 +79,7 @@ def open_run(
     recipe, words = _settled(recipe, ranks, local_ranks, existing)
     if words:
         _say(words, console)
+    recipe = _as_begun(recipe, existing, console)
     if existing:
         _check_same_maths(existing, recipe)
     if console:
@@ -89,7 +91,7 @@ def open_run(
         recipe = settle_task(newer) if newer else recipe
     run = existing or run_directory.create(root, recipe.name, {}, exact=name)
     claim = run.claim()
-    _restore(recipe, run, console)
+    recipe = _restore(recipe, run, console)
     recipe, record = adopt(recipe, run.path)
     if record:
         run.update(task=record)
@@ -105,24 +107,54 @@ def _nothing_done(run: Run, recipe: Recipe) -> bool:
     return not (elsewhere or run.last_metrics() or step_folders(run.path / "checkpoints"))
 
 
-def _restore(recipe: Recipe, run: Run, console: Console | None) -> None:
-    """From the mirror, or another bucket that `checkpoint.resume` names, if there is no checkpoint here."""
+def _as_begun(recipe: Recipe, run: Run | None, console: Console | None) -> Recipe:
+    """With what newer keys mean for the checkpoint to go on from, unless the recipe gives them."""
+    from muster.observe.results import complete_steps
+    from muster.recipe.recorded import as_begun, as_recorded
+
+    asked = recipe.checkpoint.resume
+    if run and complete_steps(run.path):
+        folder = run.path
+    elif asked != "auto" and not is_remote(asked):
+        folder = Path(asked)
+    else:
+        return recipe
+    if as_recorded(recipe) is recipe:
+        return recipe
+    from muster.training.checkpoint import open_checkpoint
+
+    try:
+        saved = open_checkpoint(folder, parts=0)
+        begun = as_begun(recipe, json.loads((saved.path / "recipe.json").read_text()))
+    except (CheckpointError, OSError, ValueError):  # told by whoever loads it
+        return recipe
+    if begun is not recipe:
+        packing = begun.data.sequence_packing
+        _say(f"data.sequence_packing={packing}, as {saved.path} was trained with", console)
+    return begun
+
+
+def _restore(recipe: Recipe, run: Run, console: Console | None) -> Recipe:
+    """From the mirror, or another bucket that `checkpoint.resume` names, if there is no checkpoint here. The
+    recipe for what is there then."""
     from muster.observe.results import complete_steps
 
     options = recipe.checkpoint
     if complete_steps(run.path) or not (options.mirror or is_remote(options.resume)):
-        return
+        return recipe
     from muster.training.mirror import restore_if_none
 
     try:
         found = restore_if_none(run.path, run.name, options.mirror, options.resume)
         if found:
+            recipe = _as_begun(recipe, run, console)
             _check_same_maths(run, recipe)
     except MusterError:
         run.update(state="failed")
         raise
     if found:
         _say(f"{found.name} was copied from {options.mirror or options.resume}", console)
+    return recipe
 
 
 def _say(words: str, console: Console | None) -> None:

@@ -6,6 +6,9 @@ recorded recipe without the key means what was computed then.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from muster.recipe.schema import Recipe
 from muster.workloads import workload
 
@@ -17,3 +20,9 @@ def as_recorded(recipe: Recipe) -> Recipe:
         return recipe
     before = data.model_copy(update={"sequence_packing": "fixed"})
     return recipe.model_copy(update={"data": before})
+
+
+def as_begun(recipe: Recipe, document: Mapping[str, Any]) -> Recipe:
+    """`recipe` for a run that was trained by the recipe `document`: what it leaves open as it was there."""
+    packing = (document.get("data") or {}).get("sequence_packing", "fixed")
+    return as_recorded(recipe) if packing == "fixed" else recipe
