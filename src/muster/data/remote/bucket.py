@@ -54,7 +54,7 @@ def file_system(
 def _gcs_options() -> dict[str, Any]:
     from datetime import timedelta
 
-    options: dict[str, Any] = {"retry_time_limit": timedelta(seconds=30)}
+    options: dict[str, Any] = {"retry_time_limit": timedelta(seconds=5)}
     if endpoint := os.environ.get("STORAGE_EMULATOR_HOST"):
         parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         options |= {"scheme": parts.scheme, "endpoint_override": parts.netloc, "anonymous": True}
