@@ -312,6 +312,10 @@ def test_a_checkpoint_of_a_run_is_chosen_by_word(finished, tmp_path):
     ):
         choose(finished, "best", 3)
     shutil.copytree(finished, tmp_path / "run")
+    cut_off = tmp_path / "run" / "checkpoints" / "step-9"
+    cut_off.mkdir()
+    assert choose(tmp_path / "run").words == choose(finished).words, "step-9 has no manifest"
+    cut_off.rmdir()
     damage(tmp_path / "run" / "checkpoints" / "step-4")
     found = choose(tmp_path / "run")
     assert found.saved.step == 8

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import CheckpointError
-from muster.observe.results import best_step, selection_of, step_folders, step_of
+from muster.observe.results import MANIFEST, best_step, selection_of, step_folders, step_of
 from muster.observe.scores import score_words
 from muster.training.checkpoint import Saved, open_checkpoint, read_manifest
 
@@ -72,7 +72,9 @@ def _best(path: Path, root: Path, *, needed: bool) -> Chosen:
 
 
 def _why(root: Path) -> str:
-    selection, last = selection_of(root), step_of(step_folders(root)[0])
+    selection = selection_of(root)
+    whole = (folder for folder in step_folders(root) if (folder / MANIFEST).is_file())
+    last = step_of(next(whole))
     words = f"the best by validation {score_words({selection['metric']: selection['best']})}"
     return words + (f"; the last is step-{last}" if last != selection["best_step"] else "")
 
