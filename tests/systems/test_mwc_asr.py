@@ -22,7 +22,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.batch import solve
 from muster.recipe.load import load
 from muster.worker import prepare
-from processes import run
+from processes import lives, run
 
 SYSTEM = Path(__file__).parents[2] / "systems" / "mwc-asr"
 README = (SYSTEM / "README.md").read_text()
@@ -104,8 +104,11 @@ def test_one_process_walks_the_same_path(by_torchrun, system):
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 def test_as_shipped_it_learns_to_recognise_unseen_voices(system):
-    done = call(system, "./start_training.sh --follow")
+    done = call(system, "./start_training.sh")
     assert done.returncode == 0, done.stdout + done.stderr
+    (pid,) = re.findall(r"Process ID: (\d+)", done.stdout)
+    while lives(int(pid)):
+        time.sleep(0.5)
     assert results(newest(system))["scores"]["wer"] <= 0.15
 
 
