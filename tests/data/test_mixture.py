@@ -11,6 +11,7 @@ from muster.data.sources import ListSource
 from muster.errors import DataError, RecipeError
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import from_resolved, load
+from muster.tasks.speech import speech_source
 
 PARTS = np.repeat([0, 1], [70, 30])
 
@@ -109,3 +110,17 @@ def test_a_list_of_sources_survives_the_run_directory(tmp_path):
     assert recipe.data.weights == (3.0, 1.0)
     (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
     assert from_resolved(tmp_path / "recipe.yaml").data == recipe.data
+
+
+def test_clips_are_of_the_corpus_that_their_file_is_of(corpus_file, tmp_path):
+    """Through the recipe; also after some were left out."""
+    corpus_file("one/train-0.parquet", 3)
+    corpus_file("one/train-1.parquet", 2)
+    corpus_file("two/train.parquet", 4)
+    one, two = tmp_path / "corpus" / "one", tmp_path / "corpus" / "two"
+    recipe = load("speech", [f"data.train=[{{path:'{one}',weight:1}},{{path:'{two}',weight:1}}]"])
+    source = speech_source(recipe, "train", lowercase=True)
+    assert source.parts.tolist() == [0] * 5 + [1] * 4
+    source.keep([True, False, True, True, True, False, True, True, True], "not wanted here")
+    assert source.parts.tolist() == [0] * 4 + [1] * 3
+    assert mixture_of(source, recipe.data.weights).counts.sum() == 7
