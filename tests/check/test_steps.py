@@ -252,9 +252,9 @@ def reads_slowly(mesh: Mesh, seconds: float, file: str) -> RankReport:
 
     real, waited = Loader._build, [0.0]
 
-    def slow(self, ids, epoch, longest):
+    def slow(self, source, ids, epoch, longest):
         waited[0] += seconds * len(ids)
-        return real(self, ids, epoch, longest)
+        return real(self, source, ids, epoch, longest)
 
     clock = SimpleNamespace(perf_counter=lambda: time.process_time() + waited[0])
     with swapped(Loader, "_build", slow), swapped(data, "time", clock):

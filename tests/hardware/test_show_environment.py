@@ -15,7 +15,7 @@ def four_gpus(driver, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NCCL_DEBUG", "WARN; it's mine")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^lo,docker")
-    monkeypatch.setattr("muster.cli.environment.console.width", 200)
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def line(text, name):

@@ -50,6 +50,7 @@ def highest(mesh, each: bool) -> int:
     return recorder.trace.peak
 
 
+@pytest.mark.full
 def test_whole_gradients_are_not_kept(ranks):
     """What falls away is all that a rank does not own of the gradients, but for a block or two."""
     kept, summed = ranks(2)(highest, False)[0], ranks(2)(highest, True)[0]

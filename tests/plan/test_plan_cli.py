@@ -65,6 +65,7 @@ def test_a_batch_that_grows_with_the_ranks_is_planned_as_a_first_start_would_mak
     assert "training.scale_with_ranks=none" in command
 
 
+@pytest.mark.full
 def test_json_holds_the_whole_answer(tmp_path):
     words = (*SMALL, FIXED, "--gpus", "2", "--gpu", "h100", "--json", "--simulate")
     done = muster("plan", *words, "--plot", tmp_path / "plan", folder=tmp_path)

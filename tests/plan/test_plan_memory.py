@@ -377,7 +377,7 @@ def highest(mesh, model: str, recipe: Recipe, precision: str, count: int) -> int
         pytest.param("logits", 1, 2, None, marks=pytest.mark.full),
         pytest.param("gpt", 2, 1, None, marks=pytest.mark.full),
         pytest.param("gpt", 2, 2, None, marks=pytest.mark.full),
-        ("gpt", 3, 1, None),
+        pytest.param("gpt", 3, 1, None, marks=pytest.mark.full),
         pytest.param("llama", 1, 1, None, marks=pytest.mark.full),
         pytest.param("llama", 2, 1, None, marks=pytest.mark.full),
         pytest.param("logits", 1, 1, None, marks=pytest.mark.full),

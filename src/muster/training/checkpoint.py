@@ -138,7 +138,7 @@ class Checkpoints:
     ) -> None:
         self.root, self.mesh, self.recipe, self.assets = root, mesh, recipe, assets
         self.keep, self.asynchronous = keep, asynchronous
-        self.mirror = mirror if mesh.first else None  # every rank has the same run directory
+        self.mirror = mirror
         if self.mirror:
             self.mirror.released = self._prune_again
         self._pruned: tuple[int, int | None] | None = None
