@@ -3,7 +3,8 @@
 An epoch has as many samples as all corpora together, of each by its share. A corpus is gone through in
 a random order, from its beginning to its end and then in another order, and the next epoch goes on where
 this one stopped: none of its samples comes a second time before all of them came once. Which samples
-an epoch has depends on (seed, epoch) alone.
+an epoch has depends on (seed, epoch) alone. Of text that is cut elsewhere in every epoch, samples are numbers
+of sequences: where a pass spans two epochs, a few tokens may come twice in it.
 """
 
 from __future__ import annotations
