@@ -17,6 +17,7 @@ from pool import RankPool
 # For the tests and all that they start: workers and ranks share the cores, the tensors are too small
 # to be worth two threads, and sums come out in the same order everywhere.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.pop("COLUMNS", None)  # of pytest-xdist: a console that is made under it keeps that width
 processes.environment.update(os.environ)
 
 CACHE = "XDG_CACHE_HOME"
