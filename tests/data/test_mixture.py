@@ -37,6 +37,13 @@ def test_every_epoch_has_the_shares_and_no_sample_comes_twice_before_all_came_on
     assert max(Counter(seen[0][PARTS[seen[0]] == 0]).values()) == 1
 
 
+def test_what_an_epoch_takes_of_each_corpus_is_said():
+    assert Mixture(PARTS, (1.0, 3.0)).lines(["a", "s3://b"]) == [
+        "train: 25.0% of an epoch from a: 25 samples, where it has 70",
+        "train: 75.0% of an epoch from s3://b: 75 samples, where it has 30",
+    ]
+
+
 def test_an_epoch_depends_on_the_seed_and_its_number_alone():
     def plan(seed):
         return BatchPlan(np.ones(100), 10, seed, mixture=Mixture(PARTS, (1.0, 3.0)))

@@ -56,6 +56,14 @@ class Mixture:
         counts[np.argsort(counts - shares, kind="stable")[:left]] += 1
         return counts
 
+    def lines(self, names: Sequence[str]) -> list[str]:
+        """What an epoch takes of each corpus."""
+        return [
+            f"train: {count / len(self.parts):.1%} of an epoch from {name}: {count:,} samples, where it has "
+            f"{int((self.parts == part).sum()):,}"
+            for part, (name, count) in enumerate(zip(names, self.counts.tolist(), strict=True))
+        ]
+
     def samples(self, seed: int, epoch: int, groups: NDArray[np.int64] | None = None) -> Ids:
         """The samples of an epoch, corpus by corpus. With `groups`, a pass through a corpus takes one row
         group after the other, so that an epoch that has only a part of it reads few."""

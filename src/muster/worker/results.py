@@ -16,6 +16,7 @@ from muster import __version__, run_directory
 from muster.auto import AutoChoice
 from muster.data.account import DATA_FILE, make_account
 from muster.data.batches import BatchPlan
+from muster.data.mixture import mixture_of
 from muster.data.splits import Split
 from muster.hardware import rehearsal
 from muster.observe.choices import PLAN_FILE, to_json
@@ -106,6 +107,8 @@ def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
         data.max_parquet_files,
         check_overlap=recipe.evaluation.check_overlap,
     )
+    if (train := task.source("train")) and (mixture := mixture_of(train, data.weights)):
+        account.notes.extend(mixture.lines(data.sources))
     write_json(run.path / DATA_FILE, account.to_json())
     lines = account.lines()
     for line in lines:
