@@ -18,8 +18,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -253,24 +251,9 @@ def open_stream(
 ) -> TokenStream:
     """From the cache, else tokenized and cached."""
     folder = cache.cache_folder() / "tokens" / _key(paths, tokenizer, text_column)
-    found = _load(folder)
-    if found is None:
-        try:
-            with cache.exclusive_lock(folder):
-                if _load(folder) is None:
-                    log.info("tokenizing %d file(s) into %s", len(paths), folder)
-                    _make(folder, paths, tokenizer, text_column)
-        except OSError as error:
-            raise DataError(
-                f"cannot write tokens to {folder} ({error.strerror}); free some space, or set "
-                "XDG_CACHE_HOME to a folder that has it"
-            ) from None
-        found = _load(folder)
-    if found is None:
-        raise DataError(
-            f"the tokens in {folder} cannot be read; remove that folder and start again"
-        )
-    return found
+    return cache.load_or_build(
+        folder, _load, lambda place: _make(place, paths, tokenizer, text_column), "tokens"
+    )
 
 
 def count_cached(
@@ -303,27 +286,15 @@ def _load(folder: Path) -> TokenStream | None:
 def _make(
     folder: Path, paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None
 ) -> None:
-    """Under a temporary name first: the folder that counts is whole or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        writer = _StreamWriter(temporary, tokenizer)
-        bad, rows, empty = Problems(), 0, Counter[int]()
-        for texts in _groups(read_documents(paths, text_column, bad)):
-            rows += len(texts)
-            empty.update(document.file for document in texts if not document.text)
-            writer.add([document for document in texts if document.text])
-        writer.close()
-        about = {"rows": rows + bad.count, "bad": bad.to_json(), "empty": dict(empty)}
-        (temporary / "stream.json").write_text(json.dumps(about))
-        if _load(folder) is None:  # else another machine that shares the cache was faster
-            shutil.rmtree(folder, ignore_errors=True)
-            os.rename(temporary, folder)
-    except OSError:
-        if _load(folder) is None:
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    writer = _StreamWriter(folder, tokenizer)
+    bad, rows, empty = Problems(), 0, Counter[int]()
+    for texts in _groups(read_documents(paths, text_column, bad)):
+        rows += len(texts)
+        empty.update(document.file for document in texts if not document.text)
+        writer.add([document for document in texts if document.text])
+    writer.close()
+    about = {"rows": rows + bad.count, "bad": bad.to_json(), "empty": dict(empty)}
+    (folder / "stream.json").write_text(json.dumps(about))
 
 
 def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
