@@ -26,9 +26,9 @@ class Best:
 
     step: int
     split: str
-    name: str  # of the score, such as `wer` or `perplexity`
+    name: str  #: of the score, such as `wer` or `perplexity`
     score: float
-    checkpoint: Path | None  # of that step; None if none was saved then, or it was removed since
+    checkpoint: Path | None  #: of that step; None if none was saved then, or it was removed since
 
 
 class Run:
@@ -39,10 +39,12 @@ class Run:
 
     @property
     def path(self) -> Path:
+        """Its folder."""
         return self._folder.path
 
     @property
     def name(self) -> str:
+        """The name of its folder."""
         return self._folder.name
 
     @property

@@ -69,15 +69,13 @@ def of_epoch(source: Source, epoch: int) -> Source:
 class Batch:
     """One micro-batch: padded tensors, and their sizes."""
 
-    ids: list[int] = field(default_factory=list)  # of its samples, filled in where left out
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    units: int = 0  # tokens or clips that the summed loss is divided by, over the global batch
-    filled: int = 0  # elements that are data …
-    cells: int = (
-        0  # … of all elements computed; the difference is padding. 0: not known, no padding
-    )
-    amounts: dict[str, float] = field(default_factory=dict)  # for rates: {"audio_s": 61.5}
-    part: int | None = None  # of every sequence, where context ranks share them: the first is 0
+    ids: list[int] = field(default_factory=list)  #: of its samples, filled in where left out
+    tensors: dict[str, Tensor] = field(default_factory=dict)  #: by name
+    units: int = 0  #: tokens or clips that the summed loss is divided by, over the global batch
+    filled: int = 0  #: elements that are data
+    cells: int = 0  #: elements that are computed, with padding; 0: not known, no padding
+    amounts: dict[str, float] = field(default_factory=dict)  #: for rates: {"audio_s": 61.5}
+    part: int | None = None  #: of every sequence, where context ranks share them: the first is 0
 
     def identified(self, ids: list[int]) -> Batch:
         """With these ids, and as if without padding, where `collate` left that out."""
