@@ -1,0 +1,96 @@
+"""Files that other processes write while they are read: on this machine, or on shared storage from another."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+BLOCK = 1024  # bytes of a sample: several lines
+
+
+class Growing:
+    """A .jsonl file to which lines are added, or which is replaced by a shorter one when a run resumes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset, self.inode = 0, 0
+
+    def unread(self) -> int:
+        """Bytes; all of them after the file was replaced."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return 0
+        return found.st_size if self._replaced(found) else found.st_size - self.offset
+
+    def read(self, samples: int | None = None) -> tuple[bool, bytes]:
+        """Whether the file is another one than before, and its new whole lines. With `samples`, only of so
+        many places evenly spread over what is new, and of its end."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            return False, b""
+        with file:
+            found = os.fstat(file.fileno())
+            if fresh := self._replaced(found):
+                self.inode, self.offset = found.st_ino, 0
+            if samples is None or found.st_size - self.offset <= samples * BLOCK:
+                file.seek(self.offset)
+                whole = _whole_lines(file.read())
+                self.offset += len(whole)
+                return fresh, whole
+            return fresh, b"".join(self._sample(file.fileno(), found.st_size, samples))
+
+    def _replaced(self, found: os.stat_result) -> bool:
+        return found.st_ino != self.inode or found.st_size < self.offset
+
+    def _sample(self, file: int, size: int, samples: int) -> Iterator[bytes]:
+        first, stride = self.offset, (size - self.offset) // samples
+        for i in range(samples - 1):
+            block = os.pread(file, BLOCK, first + i * stride)
+            yield _whole_lines(block.partition(b"\n")[2])
+        begin = first + (samples - 1) * stride
+        cut, newline, rest = os.pread(file, size - begin, begin).partition(b"\n")
+        whole = _whole_lines(rest)
+        self.offset = begin + len(cut + newline) + len(whole)
+        yield whole
+
+
+def _whole_lines(text: bytes) -> bytes:
+    return text[: text.rfind(b"\n") + 1]
+
+
+def documents(text: bytes) -> Iterator[dict[str, Any]]:
+    """Without lines that are not JSON: a disk was full, or a process was killed."""
+    for line in text.split(b"\n"):
+        with suppress(ValueError):
+            document = json.loads(line)
+            if isinstance(document, dict):
+                yield document
+
+
+class JsonFile:
+    """A document that is replaced as a whole, parsed again when it was. `value` is empty without it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.value: dict[str, Any] = {}
+        self._seen: tuple[int, int, int] | None = None
+
+    def refresh(self) -> bool:
+        """Whether it changed."""
+        try:
+            found = self.path.stat()
+            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+            if seen == self._seen:
+                return False
+            value = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            changed, self.value, self._seen = bool(self.value), {}, None
+            return changed
+        self._seen, self.value = seen, value if isinstance(value, dict) else {}
+        return True

@@ -1,0 +1,105 @@
+"""Where each rank's time went, step by step: in bins for the heat map, and in full for the last steps."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from muster.page.document import Heat
+from muster.page.downsample import rounded
+from muster.page.files import Growing
+from muster.page.table import Floats, parse
+
+BINS = 300  # at most, and at least half as many once there are so many steps
+COLUMNS = ("step", "compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
+RECENT = 256  # steps kept of each rank
+READ_WHOLE = 16 * 2**20  # bytes of all ranks together; of more, samples are read
+READERS = 16  # threads: on shared storage each read waits for the network
+HEAT_DIGITS = 4
+
+
+class RankTimes:
+    """The files ranks/<rank>.jsonl of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recent: dict[int, Floats] = {}  # [rows, 5]: `COLUMNS`
+        self._files: dict[int, Growing] = {}
+        self._bins: dict[int, Bins] = {}
+        self._width = 1
+
+    def refresh(self) -> bool:
+        """Whether there was anything new."""
+        for path in self.folder.glob("*.jsonl"):
+            if path.stem.isdigit():
+                self._files.setdefault(int(path.stem), Growing(path))
+        unread = {rank: file.unread() for rank, file in self._files.items()}
+        ranks = [rank for rank, size in unread.items() if size]
+        if not ranks:
+            return False
+        samples = BINS if sum(unread.values()) > READ_WHOLE else None
+        with ThreadPoolExecutor(min(READERS, len(ranks))) as pool:
+            read = list(pool.map(lambda rank: self._files[rank].read(samples), ranks))
+        for rank, (fresh, text) in zip(ranks, read, strict=True):
+            if fresh:
+                self.recent[rank], self._bins[rank] = np.empty((0, len(COLUMNS))), Bins(self._width)
+            self._add(rank, parse(text))
+        return True
+
+    def _add(self, rank: int, columns: dict[str, Floats]) -> None:
+        if not all(name in columns for name in COLUMNS):
+            return
+        rows = np.stack([columns[name] for name in COLUMNS], 1)
+        rows = rows[np.isfinite(rows).all(1) & (rows[:, 0] >= 1)]
+        if not len(rows):
+            return
+        self.recent[rank] = np.concatenate([self.recent[rank], rows])[-RECENT:]
+        steps = rows[:, 0].astype(np.int64)
+        while steps.max() > self._width * BINS:
+            self._width *= 2
+            for bins in self._bins.values():
+                bins.merge()
+        self._bins[rank].add(steps, rows[:, 1:4])
+
+    def last_step(self) -> int:
+        return max((int(rows[-1, 0]) for rows in self.recent.values() if len(rows)), default=0)
+
+    def heat(self, ranks: list[int]) -> Heat:
+        used = -(-self.last_step() // self._width)
+        empty = Bins(self._width)
+        means = [self._bins.get(rank, empty).means()[:used] for rank in ranks]
+        edges = [min(i * self._width, self.last_step()) for i in range(used + 1)]
+        compute, wait, data = (
+            [rounded(rank[:, kind], HEAT_DIGITS) for rank in means] for kind in range(3)
+        )
+        return {"ranks": ranks, "step": edges, "compute": compute, "wait": wait, "data": data}
+
+
+class Bins:
+    """Sums over `width` steps each: bin i holds steps i × width + 1 … (i + 1) × width."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.sums: NDArray[np.float64] = np.zeros((BINS, 3))
+        self.counts: NDArray[np.int64] = np.zeros(BINS, np.int64)
+
+    def add(self, steps: NDArray[np.int64], times: NDArray[np.float64]) -> None:
+        """`times` [steps, 3]."""
+        places = (steps - 1) // self.width
+        np.add.at(self.sums, places, times)
+        np.add.at(self.counts, places, 1)
+
+    def merge(self) -> None:
+        """Twice the steps in each bin."""
+        half = BINS // 2
+        sums, counts = np.zeros_like(self.sums), np.zeros_like(self.counts)
+        sums[:half] = self.sums.reshape(half, 2, 3).sum(1)
+        counts[:half] = self.counts.reshape(half, 2).sum(1)
+        self.width, self.sums, self.counts = 2 * self.width, sums, counts
+
+    def means(self) -> NDArray[np.float64]:
+        """[bins, 3]; NaN where no step was read."""
+        return self.sums / np.where(self.counts, self.counts, np.nan)[:, None]
