@@ -29,6 +29,7 @@ import psutil
 from muster.errors import LaunchError, MusterError
 from muster.hardware import rehearsal
 from muster.observe import heartbeat
+from muster.observe.events import write_again
 from muster.observe.results import STOP_FILE, read_last, write_json
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class Run:
 
     def begin(self, **changes: Any) -> None:
         """A new start, or a resumed one: a stop request and errors of an earlier start do not count."""
+        info = self.info()
+        write_again(self.path, info["state"], info.get("failure") or {}, self.signalled())
         (self.path / STOP_FILE).unlink(missing_ok=True)
         self.clear_error_reports()
         cleared = {"exit_code": None, "failure": None, "slurm_job": None}

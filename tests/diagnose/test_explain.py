@@ -26,6 +26,8 @@ from muster.diagnose.explain import (
     explain_stream,
 )
 from muster.errors import MusterError
+from muster.observe.results import complete_steps
+from muster.run_directory import Run
 from processes import muster, runs_module, start, until
 
 LOGS = Path(__file__).with_name("logs")
@@ -265,6 +267,54 @@ def test_a_run_of_muster_is_explained_from_its_folder(killed_run):
     assert report.cure
 
 
+@pytest.fixture(scope="module")
+def survivor(tmp_path_factory) -> Path:
+    """A real run whose rank 1 was killed after step 4 and that finished, from the checkpoint of step 3."""
+    folder = tmp_path_factory.mktemp("survivor")
+    env = tiny.held_after(4, folder, folder / "go")
+    words = ["checkpoint.every_steps=3", "training.steps=6", "--gpus", "2", "--detach"]
+    muster("train", tiny.write(folder), *words, folder=folder, env=env)
+    run = Run((folder / "runs" / "latest").resolve())
+    until(lambda: run.last_metrics().get("step") == 4 and complete_steps(run.path) == [3])
+    ranks = [p for p in run.processes() if runs_module(p, "muster.worker")]
+    max(ranks, key=lambda p: p.pid).kill()
+    until(lambda: "restarting" in (run.path / "events.jsonl").read_text())
+    (folder / "go").touch()
+    until(lambda: run.state() == "finished")
+    return run.path
+
+
+def test_a_run_that_was_killed_and_went_on_says_so_and_nothing_else(survivor):
+    (restart,) = explain_run(survivor).restarts
+    assert (restart.kind, restart.step, restart.from_step) == ("restarted", 4, 3)
+    said = " ".join(ask(str(survivor)).replace("│", "").split())
+    assert "The run finished, after 1 restart:" in said
+    assert "at step 4 rank 1 was killed by SIGKILL; went on from step 3" in said
+    assert "likely cause" in said
+    assert "o failure" not in said
+    assert json.loads(ask(str(survivor), "--json"))["restarts"][0]["from_step"] == 3
+
+
+def test_a_survived_kill_is_in_the_results_and_in_the_list_of_runs(survivor):
+    results = Run(survivor).results()
+    assert [(r["kind"], r["step"], r["from_step"]) for r in results["restarts"]] == [
+        ("restarted", 4, 3)
+    ]
+    listed = muster("runs", folder=survivor.parent.parent, env={"COLUMNS": "80"}).stdout
+    assert "│ finished  │" in listed
+    assert "│ 1 restart │" in listed
+
+
+def test_a_run_that_goes_on_has_not_failed_and_one_that_is_gone_is_not_blamed_on_an_old_kill(
+    survivor,
+):
+    running = explain_run(survivor, "running")
+    assert running.first is None
+    gone = explain_run(survivor, "interrupted")
+    assert gone.first is None
+    assert gone.restarts
+
+
 def run_folder(
     folder: Path, info: dict, errors: list[dict] = (), logs: dict[str, str] | None = None
 ):
@@ -325,6 +375,9 @@ def test_a_finished_run_has_no_failure(tmp_path):
     assert report.first is None
     assert report.known[0].known.id == "cuda-out-of-memory"
     assert report.known[0].location == "ranks/0.log:1"
+    said = ask(str(tmp_path / "run"))
+    assert "The run finished, in spite of what its logs hold." in said
+    assert "o failure" not in said
 
 
 app = typer.Typer()

@@ -121,3 +121,7 @@ def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed
         assert run.state() == "interrupted"
         muster("train", "runs/latest", "--gpus", "2", folder=tmp_path)
     check(run, undisturbed)
+    if phase not in ("import", "join"):
+        (again,) = run.results()["restarts"]
+        assert again["kind"] == ("restarted" if killed == "rank" else "resumed")
+        assert ("SIGKILL" if killed == "rank" else "processes were gone") in again["why"]

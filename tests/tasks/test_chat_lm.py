@@ -19,8 +19,8 @@ from muster.checks.parity import distance, short_recipe, training_curve
 from muster.data.loader import IGNORE
 from muster.errors import RecipeError
 from muster.models.huggingface.transformers_config import TransformersConfig
-from muster.observe.console import results_table
 from muster.observe.results import read_lines
+from muster.observe.results_table import results_table
 from muster.parallel.materialise import materialise
 from muster.recipe.load import load
 from muster.tasks import build_task

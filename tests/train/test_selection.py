@@ -15,8 +15,8 @@ from muster import run_directory
 from muster.errors import CheckpointError, RecipeError
 from muster.inference.choose import choose
 from muster.inference.load import load_trained
-from muster.observe.console import best_words
 from muster.observe.results import best_step, complete_steps, read_lines, selection_of
+from muster.observe.results_table import best_words
 from muster.recipe.load import load
 from muster.recipe.training import EarlyStopping
 from muster.tasks import build_task

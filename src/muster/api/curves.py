@@ -7,9 +7,8 @@ import io
 import math
 from typing import TYPE_CHECKING, Any
 
-from muster.observe.console import score_words
 from muster.observe.drawing import FAINT, INK, figure_for, plain_axes
-from muster.observe.scores import main_score
+from muster.observe.scores import main_score, score_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

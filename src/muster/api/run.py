@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from muster import run_directory
 from muster.errors import MusterError
+from muster.observe.events import EVENTS_FILE, Restart, restarts_in
 from muster.observe.results import read_lines
 from muster.observe.scores import MAIN, main_score
 
@@ -84,7 +85,11 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         """What happened: starts, evaluations, restarts, each with its time."""
-        return read_lines(self.path / "events.jsonl")
+        return read_lines(self.path / EVENTS_FILE)
+
+    def restarts(self) -> list[Restart]:
+        """Its starts after the first, by its supervisor or by someone, each with why and from which step."""
+        return restarts_in(self.events())
 
     def log(self, rank: int = 0) -> str:
         """What a rank has written, up to now."""

@@ -11,9 +11,11 @@ import typer
 
 from muster.cli.common import DirOption, console
 from muster.errors import MusterError
+from muster.observe.events import count_words
 
 if TYPE_CHECKING:
     from rich.panel import Panel
+    from rich.text import Text
 
     from muster.diagnose.explain import Report
 
@@ -46,9 +48,10 @@ def _read(log: str, root: Path) -> Report:
     if Path(log).is_file():
         return explain_file(Path(log))
     try:
-        return explain_run(run_directory.find(log, root).path)
+        run = run_directory.find(log, root)
     except MusterError as error:
         raise MusterError(f"{log}: no log file of that name, and {error}") from None
+    return explain_run(run.path, run.state())
 
 
 def panel(report: Report) -> Panel:
@@ -57,12 +60,8 @@ def panel(report: Report) -> Panel:
     from rich.text import Text
 
     if report.first is None:
-        words = f"No failure found in {report.lines:,} lines."
-        return Panel(
-            Text((words + "\n" + _also(report, 0)).rstrip()),
-            title=report.source,
-            border_style="green",
-        )
+        colour = "yellow" if report.state == "interrupted" else "green"
+        return Panel(_no_failure(report), title=report.source, border_style=colour)
     first, text = report.first, Text()
     text.append(first.sentence, style="bold")
     text.append(f"  ({first.location})\n" if first.location else "\n", style="dim")
@@ -75,14 +74,49 @@ def panel(report: Report) -> Panel:
         text.append("likely cause  ", style="bold").append(f"{report.cause}\n")
     if report.cure:
         text.append("cure          ", style="bold").append(f"{report.cure}\n")
-    text.append(_also(report, 1 if report.cause else 0), style="dim")
+    if report.restarts:
+        text.append(f"\nbefore that:\n{_restarts(report)}\n")
+    text.append(_seen(report, 1 if report.cause else 0, "also in the log"), style="dim")
     text.rstrip()
     return Panel(text, title=report.source, border_style="red")
 
 
-def _also(report: Report, skip: int) -> str:
+def _no_failure(report: Report) -> Text:
+    """Of a log or a run that has not failed, with what a run has survived."""
+    from rich.text import Text
+
+    ended = {
+        "finished": "The run finished",
+        "stopped": "The run was stopped, and can go on",
+        "interrupted": "The run's processes are gone: killed, or the machine went down. It can go on",
+        None: "No failure found",
+    }.get(report.state, f"The run is {report.state}")
+    if not report.restarts:
+        survived = report.state and any(seen.known.level < 2 for seen in report.known)
+        if survived:
+            ended += ", in spite of what its logs hold"
+        elif report.state:
+            ended += ". No failure"
+        seen = _seen(report, 0, "in its logs" if report.state else "also in the log")
+        return Text(f"{ended}{'' if survived else f' in {report.lines:,} lines'}.\n{seen}".rstrip())
+    text = Text(f"{ended}, after {' and '.join(count_words(report.restarts))}:\n", style="bold")
+    text.append(_restarts(report) + "\n", style="not bold")
+    explained = next((again for again in reversed(report.restarts) if again.cause), None)
+    if explained:
+        text.append("\nlikely cause  ").append(f"{explained.cause}\n", style="not bold")
+        text.append("cure          ").append(f"{explained.cure}\n", style="not bold")
+    text.append(_seen(report, 0, "in its logs, of all its starts"), style="dim not bold")
+    text.rstrip()
+    return text
+
+
+def _restarts(report: Report) -> str:
+    return "\n".join(f"  {again.when()}: {again.words()}" for again in report.restarts)
+
+
+def _seen(report: Report, skip: int, title: str) -> str:
     lines = [
         f"  {seen.known.title} ({seen.location}{f', {seen.count} times' if seen.count > 1 else ''})"
         for seen in report.known[skip:]
     ]
-    return "\nalso in the log:\n" + "\n".join(lines) if lines else ""
+    return f"\n{title}:\n" + "\n".join(lines) if lines else ""

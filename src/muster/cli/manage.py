@@ -21,10 +21,11 @@ def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None)
     are those to show, all by default."""
     from muster import run_directory
     from muster.launch.slurm import Follower
-    from muster.observe.console import follow, results_table
+    from muster.observe.console import follow
     from muster.observe.failure import failure_panel
     from muster.observe.profile_page import headline
     from muster.observe.ranks import RankTable
+    from muster.observe.results_table import results_table
 
     name, muster = shown(run), program()
     table = RankTable(run.path / "ranks") if ranks else None
@@ -103,6 +104,7 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
     import time
 
     from muster.api.run import runs
+    from muster.observe.events import count_words
 
     found = runs(dir)
     if not found:
@@ -117,7 +119,7 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
         loss = last.get("loss")
         table.add_row(
             run.name,
-            run.state,
+            "\n".join([run.state, *count_words(run.restarts())]),
             _age(time.time() - info.get("created", 0)),
             f"{info.get('ranks', '')}{' (rehearsal)' if info.get('rehearsal') else ''}",
             str(last.get("step", "")),

@@ -99,7 +99,7 @@ def evaluate(
     with working(f"scoring {checkpoint}") as progress:
         from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
         from muster.inference.score import score
-        from muster.observe.console import score_words
+        from muster.observe.scores import score_words
 
         other = _other_data(data, split) if data else {}
         trained: Trained | Recogniser

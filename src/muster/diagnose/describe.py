@@ -25,7 +25,8 @@ muster explain train.log --json
 
 It finds the rank that failed first and that rank's own exception. The last lines of a log seldom show
 it: when one rank fails, the others report a closed connection, and the launcher reports last. For an
-unknown failure it says so, and shows the first error of the log.
+unknown failure it says so, and shows the first error of the log. Of a run that was killed and went on it
+says that: at which step, by what, and from which step it went on.
 
 {count} failures are known. *Follows* marks those that usually come from something else in the log.
 """

@@ -17,8 +17,11 @@ from muster.diagnose.known import match
 from muster.diagnose.log_formats import Ending, signal_name
 from muster.diagnose.scan import ErrorText, Scan, Seen, known_of
 from muster.errors import MusterError
+from muster.observe.events import Restart, restarts
 
 BLOCK = 1 << 20  # bytes read at a time
+WENT_WELL = ("finished", "stopped")
+GOES_ON = ("queued", "starting", "running")
 NOT_FATAL = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")  # sent by launchers and people
 COMPRESSED = {
     b"\x1f\x8b": "zcat",
@@ -76,6 +79,8 @@ class Report:
     known: tuple[Seen, ...]
     cause: str | None
     cure: str | None
+    state: str | None = None  # of a run
+    restarts: tuple[Restart, ...] = ()  # of a run: failures that it survived
 
     def as_dict(self) -> dict[str, Any]:
         known = [
@@ -93,7 +98,8 @@ class Report:
             for seen in self.known
         ]
         first = vars(self.first) | {"what": self.first.sentence} if self.first else None
-        return {**vars(self), "first": first, "known": known}
+        restarts = [vars(restart) for restart in self.restarts]
+        return {**vars(self), "first": first, "known": known, "restarts": restarts}
 
 
 def cause_and_cure(message: str) -> tuple[str, str] | None:
@@ -215,20 +221,25 @@ def _likely(
     return tuple(ordered), cause.cause, cause.cure
 
 
-def explain_run(folder: Path) -> Report:
-    """Of a run directory: from the reports of its supervisor and ranks, and from their logs."""
+def explain_run(folder: Path, state: str | None = None) -> Report:
+    """Of a run directory: from the reports of its supervisor and ranks, and from their logs. `state` is
+    what it is now, by default what run.json says."""
     info = _json(folder / "run.json")
+    state = state or info.get("state")
+    again = tuple(restarts(folder))
     scans = _scan_logs(folder)
     seen = [hit for found in scans.values() for hit in found.seen.values()]
-    first = _from_run(folder, info) or _from_logs(scans)
-    if info.get("state") in ("finished", "stopped"):
-        first = None
+    first = None if state in WENT_WELL else _from_run(folder, info)
+    if (
+        state not in (*WENT_WELL, *GOES_ON) and not again
+    ):  # else a log may tell of a failure survived
+        first = first or _from_logs(scans)
     known, cause, cure = _likely(first, _merged(seen))
     noted = info.get("failure") or {}
     if first and noted.get("cause" if not noted.get("hang") else "cure"):
         cause, cure = noted.get("cause") or noted.get("what") or cause, noted.get("cure") or cure
     lines = sum(found.lines for found in scans.values())
-    return Report(str(folder), lines, first, known, cause, cure)
+    return Report(str(folder), lines, first, known, cause, cure, state, again)
 
 
 def _scan_logs(folder: Path) -> dict[str, Scan]:

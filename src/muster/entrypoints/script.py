@@ -28,9 +28,10 @@ from muster.launch import cluster
 from muster.launch.cluster import RankInfo
 from muster.launch.process import exit_without_cleanup
 from muster.launch.spawn import spawn
-from muster.observe.console import events_to_come, follow, results_table
+from muster.observe.console import events_to_come, follow
 from muster.observe.logs import set_up
 from muster.observe.profile_page import headline
+from muster.observe.results_table import results_table
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved, load
 from muster.recipe.recorded import as_recorded

@@ -26,6 +26,7 @@ from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
 from muster.launch.standby import Standby, wait_for_order
+from muster.observe.events import last_step, write_event
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
 from muster.recipe.batch import settle_as
@@ -156,9 +157,9 @@ class Supervisor:
         if worst["signal"] is None or self.failed_restarts >= self.recipe.distributed.max_restarts:
             return False
         self.restarts, self.failed_restarts = self.restarts + 1, self.failed_restarts + 1
-        self._record_event(
-            "restarting", rank=worst["rank"], signal=worst["signal"], attempt=self.restarts
-        )
+        told = {key: worst[key] for key in ("rank", "signal", "cause", "cure")}
+        step = last_step(self.run.path)
+        write_event(self.run.path, "restarting", **told, step=step, attempt=self.restarts)
         return True
 
     def _set_environment(self) -> None:
@@ -171,10 +172,6 @@ class Supervisor:
                 found, self.ranks, strategy, nodes=self.node.nodes, master=self.node.address
             )
         )
-
-    def _record_event(self, what: str, **details: Any) -> None:
-        with (self.run.path / "events.jsonl").open("a") as file:
-            file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
 
 def join_run(node: Node, recipe: Recipe) -> Run:

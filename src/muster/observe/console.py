@@ -1,4 +1,4 @@
-"""A run in the terminal: progress while it runs, one table at the end, a panel if it failed.
+"""A running run in the terminal: its steps, events and, where asked for, its ranks.
 
 The run itself never writes to a terminal. It is shown from its files, so that one can stop watching
 and start again at any time.
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
+from muster.observe.events import EVENTS_FILE
 from muster.observe.scores import score_words
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 10.0
-SHOWN_TEXT = 200  # characters of a question or an answer
 ACTIVE = ("queued", "starting", "running")
 
 
@@ -86,7 +84,7 @@ class Log:
 
 def events_to_come(folder: Path) -> Tail:
     """Without those of a run's earlier starts."""
-    return Tail(folder / "events.jsonl", from_end=True)
+    return Tail(folder / EVENTS_FILE, from_end=True)
 
 
 def follow(
@@ -98,7 +96,7 @@ def follow(
 ) -> str:
     """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
     rank 0's log and the state of every rank, too. `events` are those to come, all by default."""
-    metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / "events.jsonl")
+    metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / EVENTS_FILE)
     # The last step; a run that starts again repeats those after its checkpoint.
     shown: float = math.inf
     log = Log(folder / "ranks" / "0.log")
@@ -161,7 +159,10 @@ def event_words(event: dict[str, Any]) -> str | None:
             what = "checkpoints were" if step is None else f"the checkpoint of step {step} was"
             return f"{what} not copied to {address}: {event['why']}"
         case "restarting":
-            return f"rank {event['rank']} was killed ({event['signal']}); restarting from the last checkpoint"
+            at = f" at step {event['step']}" if "step" in event else ""
+            return f"rank {event['rank']} was killed{at} ({event['signal']}); restarting from the last checkpoint"
+        case "continuing":
+            return f"the last start of this run ended at step {event['step']}: {event['why']}"
         case "shrunk":
             after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after
@@ -262,115 +263,3 @@ class _Lines:
 
     def print(self, words: str) -> None:
         self.console.print(words, highlight=False, markup=False, soft_wrap=True)
-
-
-def results_table(results: dict[str, Any], folder: str) -> Table:
-    """The results of a run."""
-    balance, rehearsal = results["balance"], results.get("rehearsal")
-    rates = results["throughput"]
-    table = Table(
-        title=f"{'rehearsal ' if rehearsal else ''}{results['status']}: {results['steps']} steps in "
-        f"{_minutes(results['total_time_s'])}"
-    )
-    table.add_column("what", style="bold")
-    table.add_column("value", overflow="fold")
-    best = results.get("best") or {}
-    if results["scores"]:
-        known = "unseen " if results.get("unseen") else ""
-        what = f"{known}{results['scored']} data"
-        if last := results.get("last_scores"):
-            table.add_row(f"{what}, best: step {best['step']}", score_words(results["scores"]))
-            table.add_row(f"{what}, last: step {best['last_step']}", score_words(last))
-        else:
-            table.add_row(what, score_words(results["scores"]))
-        for words in results.get("overlap", []):
-            table.add_row("", escape(words))
-        for remark in results.get("remarks", []):
-            table.add_row("", escape(remark))
-        for why, count in results.get("not_scored", {}).items():
-            if why.startswith("beyond"):
-                table.add_row("not scored", escape(f"{count} {why}"))
-    for answer in results.get("answers", []):
-        table.add_row("asked", escape(_end_of(answer["asked"])))
-        table.add_row("answered", escape(_start_of(answer["answer"])))
-    if best:
-        table.add_row("best checkpoint", best_words(best))
-    speed = f"{rates['samples_per_s']:.1f} samples/s"
-    if "audio_s_per_s" in rates:
-        speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"
-    if "tokens_per_s" in rates:
-        speed += f", {rates['tokens_per_s']:.0f} tokens/s"
-    table.add_row("throughput", "not shown: ranks share GPUs" if rehearsal else speed)
-    table.add_row(
-        "ranks",
-        escape(f"{results['world_size']} ({', '.join(sorted(set(results['devices'])))})"),
-    )
-    if balance:
-        table.add_row(
-            "balance of the ranks",
-            f"slowest ÷ mean {balance['slowest_over_mean']:.3f}; waiting for others "
-            f"{balance['comm_wait_share']:.1%}, for data {balance['data_wait_share']:.1%}; "
-            f"padding {balance['padding_share']:.1%}",
-        )
-    for what, key in (("left out", "left_out"), ("cut", "cut")):
-        if counts := results.get(key):
-            table.add_row(what, escape("; ".join(f"{n} {why}" for why, n in counts.items())))
-    memory, step = _held_against(results["measured"], results.get("planned", {}))
-    table.add_row("memory per rank", memory)
-    if step and not rehearsal:
-        table.add_row("a step, the median", step)
-    table.add_row("everything is in", escape(folder))
-    table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
-    if mirror := results.get("mirror"):
-        table.add_row("mirror", escape(_mirrored(mirror)))
-    return table
-
-
-def _end_of(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= SHOWN_TEXT else f"… {text[-SHOWN_TEXT:]}"
-
-
-def _start_of(text: str) -> str:
-    text = text.strip()
-    return text if len(text) <= SHOWN_TEXT else f"{text[:SHOWN_TEXT]} …"
-
-
-def best_words(best: dict[str, Any]) -> str:
-    """Which step was the best, and whether the last is worse."""
-    metric, step, last = best["metric"], best["step"], best["last_step"]
-    words = f"step {step}: validation {score_words({metric: best['score']})}"
-    if not best["kept"]:
-        words += ", not kept"
-    if step == last:
-        words += "; it is the last"
-    elif best["last_score"] is not None:
-        told = score_words({metric: best["last_score"]})
-        worse = best["last_score"] != best["score"]
-        words += f"; the last, step {last}, is {'worse' if worse else 'as good'}: {told}"
-    if best["ended_early"]:
-        words += f"; training ended early: {best['ended_early']}"
-    return words
-
-
-def _mirrored(mirror: dict[str, Any]) -> str:
-    copied = max(mirror["copied"], default=None)
-    words = f"step-{copied} in {mirror['address']}" if copied is not None else "nothing was copied"
-    failed = ", ".join(f"step {step}: {why}" for step, why in mirror["failed"].items())
-    return f"{words}; not copied: {failed}" if failed else words
-
-
-def _held_against(measured: dict[str, Any], planned: dict[str, Any]) -> tuple[str, str]:
-    """Memory and step time, with what was planned where something was."""
-    memory, step = f"{measured['memory_gib']:.2f} GiB", ""
-    if median := measured.get("median_step_time_s"):
-        step = f"{median:.3g} s"
-    if "memory_gib" in planned:
-        memory += f" (planned: {planned['memory_gib']:.2f})"
-    if "step_time_s" in planned:
-        step += f" (planned: {planned['step_time_s']:.3g})"
-    return memory, step
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"

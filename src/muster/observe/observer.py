@@ -17,6 +17,7 @@ from muster.auto import AutoChoice
 from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
+from muster.observe.events import write_event
 from muster.observe.results import STOP_FILE
 
 SCORING_EVERY_S = 5.0
@@ -181,8 +182,7 @@ class Observer:
     def event(self, what: str, **details: Any) -> None:
         """Rank 0 writes it to events.jsonl."""
         if self.rank == 0:
-            with (self.folder / "events.jsonl").open("a") as file:
-                file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
+            write_event(self.folder, what, **details)
 
     def choices(self, made: dict[str, AutoChoice]) -> None:
         """Rank 0 writes them down for a later start, and as an event."""

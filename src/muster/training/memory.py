@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from muster.errors import MemoryLimitError, MusterError, StartAgain
+from muster.observe.events import write_event
 from muster.observe.memory import budget, largest, out_of_memory, wanted
 from muster.observe.results import write_json
 from muster.parallel.engine import TorchEngine
@@ -143,8 +144,7 @@ def _write_note(
         "words": f"out of memory at {when} on rank {rank}: {was} → {smaller} samples at a time",
     }
     write_json(job.observer.folder / NOTE, note)
-    with (job.observer.folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "shrunk", **note}) + "\n")
+    write_event(job.observer.folder, "shrunk", **note)
     return note
 
 

@@ -20,6 +20,7 @@ from muster.data.mixture import mixture_of
 from muster.data.splits import Split
 from muster.hardware import rehearsal
 from muster.observe.choices import PLAN_FILE, to_json
+from muster.observe.events import EVENTS_FILE, restarts_in
 from muster.observe.heartbeat import beat
 from muster.observe.observer import memory_gib
 from muster.observe.results import (
@@ -200,7 +201,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     planned = json.loads((run.path / PLAN_FILE).read_text())
     environment = json.loads((run.path / "environment.json").read_text())
     metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
-    events = read_lines(run.path / "events.jsonl")
+    events = read_lines(run.path / EVENTS_FILE)
     saves = [event for event in events if event["event"] == "checkpoint"]
     whole = complete_steps(run.path)
     chosen = best_step(job.checkpoints.root)
@@ -218,6 +219,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
         "measured": {**metrics["measured"], **_stalls(saves)},
+        "restarts": [vars(restart) for restart in restarts_in(events)],
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
         "best": _best_part(job, done, chosen),
         "last_scores": {},
