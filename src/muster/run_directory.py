@@ -130,12 +130,13 @@ class Run:
         if same < set(
             here
         ):  # another machine or container, whose processes cannot be seen from here
-            return time.time() - self._last_sign(info) < STALE_S
+            return time.time() - self.last_sign(info) < STALE_S
         # A process id may have been given to another one since.
         started = info.get("pid_started")
         return started is not None and _started(info["pid"]) == started
 
-    def _last_sign(self, info: dict[str, Any]) -> float:
+    def last_sign(self, info: dict[str, Any]) -> float:
+        """When its owner was last known to be alive, in seconds since 1970."""
         touched = 0.0
         with suppress(OSError):
             touched = (self.path / ALIVE_FILE).stat().st_mtime

@@ -14,6 +14,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"  # of a checkpoint, written last
 STOP_FILE = "stop-requested"  # its presence asks the run to save and end
+AUDIO_FOLDER = "mistakes"  # the clips of the worst mistakes: <id>.flac
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

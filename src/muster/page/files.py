@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -79,6 +80,7 @@ class JsonFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.value: dict[str, Any] = {}
+        self.changed: float | None = None  # when another content than the first was found
         self._seen: tuple[int, int, int] | None = None
 
     def refresh(self) -> bool:
@@ -92,5 +94,7 @@ class JsonFile:
         except (OSError, ValueError):
             changed, self.value, self._seen = bool(self.value), {}, None
             return changed
+        if self._seen is not None:
+            self.changed = time.time()
         self._seen, self.value = seen, value if isinstance(value, dict) else {}
         return True

@@ -11,45 +11,55 @@ import yaml
 
 from muster.errors import MusterError
 from muster.observe.choices import PLAN_FILE
+from muster.observe.results import read_last
 from muster.page.files import Growing, JsonFile, documents
 from muster.page.table import Floats, Table, parse
 from muster.page.times import RankTimes
-from muster.run_directory import Run
-
-DOCUMENTS = {
-    "info": "run.json",
-    "plan": PLAN_FILE,
-    "environment": "environment.json",
-    "data": "data.json",
-    "results": "training_results.json",
-}
+from muster.run_directory import ALIVE, Run
 
 
 class Vanished(MusterError):
     """The run directory was removed, or its storage is away."""
 
 
-class RunFiles:
-    """What the files of a run hold, as of the last `refresh`. Not for several threads at once."""
+class RunFacts:
+    """What the small files of a run say, as of the last `refresh`: enough for a line of the list. Not for
+    several threads at once."""
 
     def __init__(self, path: Path) -> None:
         self.run = Run(path)
-        self.metrics = Table()
         self.events: list[dict[str, Any]] = []
-        self.heartbeats: dict[int, dict[str, Any]] = {}
         self.recipe: dict[str, Any] = {}
-        self.times = RankTimes(path / "ranks")
+        self.last: dict[str, Any] = {}  # line of metrics.jsonl
+        self.state = "unknown"
         self.read_at = 0.0
-        self._metrics = Growing(path / "metrics.jsonl")
         self._events = Growing(path / "events.jsonl")
-        self._beats: dict[int, JsonFile] = {}
-        self._documents = {name: JsonFile(path / file) for name, file in DOCUMENTS.items()}
+        self._info = JsonFile(path / "run.json")
+        self._plan = JsonFile(path / PLAN_FILE)
+        self._results = JsonFile(path / "training_results.json")
 
-    def __getattr__(self, name: str) -> dict[str, Any]:
-        """`info`, `plan`, `environment`, `data`, `results`: empty without the file."""
-        if name not in DOCUMENTS:
-            raise AttributeError(name)
-        return self._documents[name].value
+    @property
+    def info(self) -> dict[str, Any]:
+        return self._info.value
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return self._plan.value
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """Those of an earlier start do not count once the run goes on."""
+        return self._results.value if self.state in ("finished", "stopped") else {}
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def steps(self) -> int | None:
+        """How many the run is to have."""
+        asked = self.recipe.get("training", {}).get("steps") or self.plan.get("steps")
+        return int(asked) if asked else None
 
     def refresh(self) -> None:
         """Read what is new."""
@@ -57,23 +67,37 @@ class RunFiles:
         if not (path / "run.json").is_file():
             raise Vanished(f"{path} is no longer there, or holds no run.json")
         self.read_at = time.time()
-        for document in self._documents.values():
+        for document in (self._info, self._plan, self._results):
             document.refresh()
+        self.state = self.run.state()
         if not self.recipe:
             self.recipe = _read_recipe(path / "recipe.yaml")
-        fresh, text = self._metrics.read()
-        if fresh:
-            self.metrics.clear()
-        self.metrics.extend(parse(text))
         fresh, text = self._events.read()
         self.events = [] if fresh else self.events
         self.events += [event for event in documents(text) if "event" in event and "time" in event]
-        self.times.refresh()
-        self._read_heartbeats()
+        self.last = read_last(path / "metrics.jsonl")
+
+
+class RunFiles(RunFacts):
+    """Everything that the page shows of a run."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.metrics = Table()
+        self.times = RankTimes(path / "ranks")
+        self.heartbeats: dict[int, dict[str, Any]] = {}
+        self._metrics = Growing(path / "metrics.jsonl")
+        self._environment = JsonFile(path / "environment.json")
+        self._data = JsonFile(path / "data.json")
+        self._beats: dict[int, JsonFile] = {}
 
     @property
-    def state(self) -> str:
-        return self.run.state()
+    def environment(self) -> dict[str, Any]:
+        return self._environment.value
+
+    @property
+    def data(self) -> dict[str, Any]:
+        return self._data.value
 
     @property
     def ranks(self) -> list[int]:
@@ -82,6 +106,24 @@ class RunFiles:
         if isinstance(world, int):
             return list(range(world))
         return sorted({*self.heartbeats, *self.times.recent})
+
+    def refresh(self) -> None:
+        super().refresh()
+        self._environment.refresh()
+        self._data.refresh()
+        fresh, text = self._metrics.read()
+        if fresh:
+            self.metrics.clear()
+        self.metrics.extend(parse(text))
+        self.times.refresh()
+        self._read_heartbeats()
+
+    def silent_s(self, rank: int) -> float:
+        """Since the rank's last heartbeat: by this machine's clock, once a new one was seen."""
+        beat = self._beats.get(rank)
+        return (
+            0.0 if beat is None else max(0.0, self.read_at - (beat.changed or beat.value["time"]))
+        )
 
     def step_times(self) -> Floats:
         """When each step ended. Metrics of older runs have no time: their steps are taken to follow each

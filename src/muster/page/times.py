@@ -14,7 +14,8 @@ from muster.page.files import Growing
 from muster.page.table import Floats, parse
 
 BINS = 300  # at most, and at least half as many once there are so many steps
-COLUMNS = ("step", "compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
+TIMES = ("step", "compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
+COLUMNS = (*TIMES, "memory_gib")
 RECENT = 256  # steps kept of each rank
 READ_WHOLE = 16 * 2**20  # bytes of all ranks together; of more, samples are read
 READERS = 16  # threads: on shared storage each read waits for the network
@@ -26,7 +27,7 @@ class RankTimes:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.recent: dict[int, Floats] = {}  # [rows, 5]: `COLUMNS`
+        self.recent: dict[int, Floats] = {}  # [rows, 6]: `COLUMNS`
         self._files: dict[int, Growing] = {}
         self._bins: dict[int, Bins] = {}
         self._width = 1
@@ -50,10 +51,11 @@ class RankTimes:
         return True
 
     def _add(self, rank: int, columns: dict[str, Floats]) -> None:
-        if not all(name in columns for name in COLUMNS):
+        if not all(name in columns for name in TIMES):
             return
-        rows = np.stack([columns[name] for name in COLUMNS], 1)
-        rows = rows[np.isfinite(rows).all(1) & (rows[:, 0] >= 1)]
+        unknown = np.full(len(columns["step"]), np.nan)
+        rows = np.stack([columns.get(name, unknown) for name in COLUMNS], 1)
+        rows = rows[np.isfinite(rows[:, :5]).all(1) & (rows[:, 0] >= 1)]
         if not len(rows):
             return
         self.recent[rank] = np.concatenate([self.recent[rank], rows])[-RECENT:]

@@ -1,0 +1,143 @@
+"""One line per rank: its device, what it does, and where the time of its last steps went."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from muster.observe.heartbeat import ENDED, STARTING
+from muster.observe.ranks import SILENT_S
+from muster.page.document import RankState, Row
+from muster.page.read import RunFiles
+from muster.page.table import Floats
+
+# A rank is judged by the medians of its last steps: at least three of them, since one may have waited for
+# the disk, and no more than the last five seconds, so that a rank is named soon after it became slow.
+WINDOW_S = 5.0
+LEAST_STEPS, MOST_STEPS = 3, 64
+# What ranks of equal work differ by on shared CPUs or with clips of different lengths stays below this.
+SLOW = 1.3  # × the median of the others' work
+SLOW_SHARE = 0.05  # of a step: a difference that costs less is not worth a word
+IDLE = 0.05  # utilisation of a device that does nothing
+BUSY = 0.3  # and of one that works; the meter's mean over its last ten seconds
+IDLE_WORK = 0.1  # × the median of the others' work
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians of a rank's last steps, in seconds per step."""
+
+    compute: float
+    wait: float
+    data: float
+    step: float
+
+    @property
+    def work(self) -> float:
+        """All that is not waiting: computing, the optimizer step, and what else the rank does."""
+        return max(0.0, self.step - self.wait - self.data)
+
+
+def last_times(rows: Floats) -> Times | None:
+    """`rows` as `RankTimes.recent` has them. None before there are enough steps."""
+    if len(rows) < LEAST_STEPS:
+        return None
+    ends = np.cumsum(rows[::-1, 4])
+    count = int(np.searchsorted(ends, WINDOW_S, "right"))
+    window = rows[-min(max(count, LEAST_STEPS), MOST_STEPS) :]
+    return Times(*(float(value) for value in np.median(window[:, 1:5], axis=0)))
+
+
+def all_times(files: RunFiles) -> dict[int, Times]:
+    recent = files.times.recent
+    found = {rank: last_times(recent[rank]) for rank in files.ranks if rank in recent}
+    return {rank: times for rank, times in found.items() if times}
+
+
+def rows(files: RunFiles) -> list[Row]:
+    times = all_times(files)
+    devices = files.environment.get("devices") or []
+    return [
+        _row(files, rank, devices[rank] if rank < len(devices) else "", times)
+        for rank in files.ranks
+    ]
+
+
+def _row(files: RunFiles, rank: int, device: str, times: dict[int, Times]) -> Row:
+    beat = files.heartbeats.get(rank, {})
+    measured: dict[str, Any] = beat.get("device") or {}
+    mine, recent = times.get(rank), files.times.recent.get(rank)
+    last = None if recent is None or not len(recent) else recent[-1]
+    return {
+        "rank": rank,
+        "node": str(beat.get("host", "")),
+        "device": device or str(measured.get("name", "")),
+        "step": beat.get("step") if last is None else int(last[0]),
+        "phase": str(beat.get("phase", "")),
+        "silent_s": round(files.silent_s(rank), 1) if files.alive else 0.0,
+        "utilisation": measured.get("utilisation"),
+        "memory_gib": measured.get("memory_gib", _known(last)),
+        "memory_total_gib": measured.get("memory_total_gib"),
+        "power_w": measured.get("power_w"),
+        "temperature_c": measured.get("temperature_c"),
+        "compute_s": _rounded(mine.compute) if mine else None,
+        "wait_s": _rounded(mine.wait) if mine else None,
+        "data_s": _rounded(mine.data) if mine else None,
+        "state": _state(files, rank, times),
+    }
+
+
+def _known(last: Floats | None) -> float | None:
+    """The memory that the rank wrote with its last step."""
+    return None if last is None or np.isnan(last[5]) else _rounded(last[5])
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _state(files: RunFiles, rank: int, times: dict[int, Times]) -> RankState:
+    beat = files.heartbeats.get(rank, {})
+    if (files.info.get("failure") or {}).get("rank") == rank:
+        return "failed"
+    if not files.alive or beat.get("phase") == ENDED:
+        return "ended"
+    if files.silent_s(rank) > SILENT_S:
+        return "silent"
+    if beat.get("phase") == STARTING or files.info.get("rehearsal"):
+        return "ok"  # ranks that share a GPU are not compared
+    if is_slow(rank, times):
+        return "slow"
+    return "idle" if device_idle(files, rank) or does_nothing(rank, times) else "ok"
+
+
+def others_median(rank: int, times: dict[int, Times], kind: str) -> float | None:
+    others = [float(getattr(other, kind)) for r, other in times.items() if r != rank]
+    return statistics.median(others) if others else None
+
+
+def is_slow(rank: int, times: dict[int, Times]) -> bool:
+    mine, others = times.get(rank), others_median(rank, times, "work")
+    if mine is None or others is None:
+        return False
+    return mine.work > SLOW * others and mine.work - others > SLOW_SHARE * mine.step
+
+
+def does_nothing(rank: int, times: dict[int, Times]) -> bool:
+    mine, others = times.get(rank), others_median(rank, times, "work")
+    return mine is not None and others is not None and mine.work < IDLE_WORK * others
+
+
+def device_idle(files: RunFiles, rank: int) -> bool:
+    """Its device does nothing while another rank's works."""
+
+    def utilisation(r: int) -> float | None:
+        found = (files.heartbeats.get(r, {}).get("device") or {}).get("utilisation")
+        return None if found is None else float(found)
+
+    mine = utilisation(rank)
+    others = [u for r in files.ranks if r != rank and (u := utilisation(r)) is not None]
+    return mine is not None and mine < IDLE and max(others, default=0.0) > BUSY

@@ -1,0 +1,99 @@
+"""A run in one line: its state, how far it is, how good, how fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from muster.observe.scores import MAIN, main_score
+from muster.page.document import Best, Summary, Throughput
+from muster.page.read import RunFacts
+
+SPEEDS = {  # the first that a run has is its own; the unit
+    "tokens_per_s": "tokens/s",
+    "audio_s_per_s": "× real time",
+    "samples_per_s": "samples/s",
+}
+
+
+def summary(facts: RunFacts) -> Summary:
+    info, recipe, state = facts.info, facts.recipe, facts.state
+    model = recipe.get("model") or {}
+    failure = info.get("failure") or {}
+    return {
+        "name": facts.run.name,
+        "state": state,
+        "words": str(failure["what"]) if failure.get("what") else None,
+        "task": str(recipe.get("task", "")),
+        "model": str(model.get("pretrained") or model.get("config") or model.get("preset") or ""),
+        "strategy": str(facts.plan.get("strategy") or strategy_asked(recipe)),
+        "world": info.get("ranks"),
+        "nodes": list(info.get("nodes") or ([info["host"]] if "host" in info else [])),
+        "created": float(info.get("created", 0.0)),
+        "seconds": _seconds(facts, state),
+        "progress": {"step": int(facts.last.get("step", 0)), "steps": facts.steps},
+        "loss": facts.last.get("loss"),
+        "best": best(facts.events),
+        "throughput": None if info.get("rehearsal") else _throughput(facts),
+        "rehearsal": bool(info.get("rehearsal")),
+    }
+
+
+def strategy_asked(recipe: Mapping[str, Any]) -> str:
+    return str((recipe.get("distributed") or {}).get("strategy", ""))
+
+
+def _seconds(facts: RunFacts, state: str) -> float:
+    created = float(facts.info.get("created", facts.read_at))
+    if facts.alive:
+        end = facts.read_at
+    elif facts.info.get("ended"):
+        end = float(facts.info["ended"])
+    else:
+        end = facts.run.last_sign(facts.info)
+    return max(0.0, end - created)
+
+
+def _throughput(facts: RunFacts) -> Throughput | None:
+    """Of the whole run once it has ended, else of the last step."""
+    measured = facts.results.get("throughput") or facts.last
+    name = next((name for name in SPEEDS if measured.get(name)), None)
+    return None if name is None else {"value": float(measured[name]), "unit": SPEEDS[name]}
+
+
+def evaluations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In order of steps. Those after the checkpoint at which a run was resumed are made again, and left out."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for event in events:
+        if event["event"] == "started":
+            found = {key: one for key, one in found.items() if key[0] <= event["step"]}
+        elif event["event"] == "evaluation":
+            found[event["step"], event["split"]] = event
+    return sorted(found.values(), key=lambda event: (event["step"], event["time"]))
+
+
+def best(events: list[dict[str, Any]]) -> Best | None:
+    """The best evaluation by `evaluation.metric`, else by the task's own score: on validation data, or where
+    there is none, on what the run was scored on at its end."""
+    scored = evaluations(events)
+    found = [event for event in scored if event["split"] == "validation"] or scored
+    if not found:
+        return None
+    name = found[-1].get("metric") or main_score(found[-1]["scores"])
+    values = [
+        (float(event["scores"][name]), event)
+        for event in found
+        if name is not None and math.isfinite(event["scores"].get(name, math.nan))
+    ]
+    if name is None or not values:
+        return None
+    more = MAIN.get(name, False) if "better" not in found[-1] else found[-1]["better"] == "max"
+    value, event = (max if more else min)(values, key=lambda pair: pair[0])
+    return {
+        "name": name,
+        "value": value,
+        "step": event["step"],
+        "split": event["split"],
+        "better": "max" if more else "min",
+    }

@@ -1,0 +1,103 @@
+"""What a run was told: its recipe, environment and data, and what `auto` came to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from muster.page.document import Planned, Told
+from muster.page.read import RunFiles
+from muster.recipe.describe import keys
+
+AMOUNTS = ("hours", "tokens", "documents")
+SOFTWARE = ("muster", "python", "torch", "cuda", "threads_per_rank")
+MOST_NOTES = 50
+
+
+def told(files: RunFiles) -> Told:
+    environment = files.environment
+    return {
+        "recipe": recipe_keys(files.recipe),
+        "environment": variables(files),
+        "data": data_splits(files.data),
+        "notes": [str(note) for note in files.data.get("notes", [])][:MOST_NOTES],
+        "software": {name: environment[name] for name in SOFTWARE if name in environment},
+        "choices": [
+            {"key": name, "value": choice.get("used"), "reason": choice.get("reason", "")}
+            for name, choice in (files.plan.get("choices") or {}).items()
+            if isinstance(choice, dict)
+        ],
+    }
+
+
+def recipe_keys(recipe: Mapping[str, Any]) -> list[dict[str, Any]]:
+    known = keys()
+    return [
+        {"key": key, "value": value, "default": key in known and value == known[key].default}
+        for key, value in _leaves(recipe, "")
+    ]
+
+
+def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    known = keys()
+    for name, value in node.items():
+        dotted = f"{prefix}{name}"
+        is_open = dotted in known and not known[dotted].is_section
+        if isinstance(value, dict) and value and not is_open:
+            yield from _leaves(value, f"{dotted}.")
+        else:
+            yield dotted, value
+
+
+def variables(files: RunFiles) -> list[dict[str, Any]]:
+    """With the reasons, where the launcher wrote them down."""
+    reasons = {found["name"]: found for found in files.info.get("environment") or []}
+    seen = {**{name: found["value"] for name, found in reasons.items()}}
+    seen |= files.environment.get("variables") or {}
+    return [
+        {
+            "name": name,
+            "value": value,
+            "reason": reasons.get(name, {}).get("reason"),
+            "by": ("user" if reasons[name]["set_by_user"] else "muster")
+            if name in reasons
+            else None,
+        }
+        for name, value in sorted(seen.items())
+    ]
+
+
+def data_splits(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "split": split,
+            "files": found.get("files"),
+            "samples": found.get("samples"),
+            **{name: found.get(name) for name in AMOUNTS},
+            "dropped": sum((found.get("left_out") or {}).values()),
+            "left_out": found.get("left_out") or {},
+        }
+        for split, found in (data.get("splits") or {}).items()
+    ]
+
+
+def planned(files: RunFiles) -> list[Planned]:
+    """Memory and step time: as planned, and as measured. Of ranks that share a GPU, no times."""
+    measured = files.results.get("measured") or {}
+    memory, step = files.metrics.column("memory_gib"), files.metrics.column("step_time_s")
+    rows: list[Planned] = []
+    for what, name, unit, values in (
+        ("memory per rank", "memory_gib", "GiB", memory),
+        ("step time", "step_time_s", "s", step),
+    ):
+        if name == "step_time_s" and files.info.get("rehearsal"):
+            continue
+        known = measured.get("median_step_time_s" if name == "step_time_s" else name)
+        if known is None and np.isfinite(values).any():
+            known = float((np.nanmedian if name == "step_time_s" else np.nanmax)(values))
+        rows.append(
+            {"what": what, "unit": unit, "planned": files.plan.get(name), "measured": known}
+        )
+    return rows
