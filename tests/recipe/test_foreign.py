@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import typer
 
+from muster.cli import app
 from muster.errors import RecipeError
-from muster.recipe import foreign
+from muster.recipe import aliases, foreign
 from muster.recipe.describe import foreign_tables, instead, keys, nearest, update_manual
 from muster.recipe.load import load
 
@@ -52,6 +55,19 @@ def test_the_names_of_accelerate_exist():
     assert ours - theirs <= {"fsdp_sharding_strategy"}  # FSDP 1
 
 
+def test_the_names_of_deepspeed_exist():
+    found = find_spec("deepspeed")
+    if found is None:
+        pytest.skip("deepspeed is not installed")
+    (folder,) = found.submodule_search_locations
+    runtime = Path(folder) / "runtime"
+    sources = [*runtime.rglob("config.py"), runtime / "lr_schedules.py"]
+    sources += Path(folder).rglob("constants.py")
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text())}
+    ours = {name for row in foreign.TABLE["DeepSpeed"] for name in row.names.split()}
+    assert {part for name in ours for part in name.split(".")} - words == set()
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -66,7 +82,7 @@ def test_the_names_of_accelerate_exist():
         ("distributed.fsdp.gradient_checkpointing", "is training.activation_checkpointing here"),
         ("micro_batch_size", "is training.per_device_batch_size here"),
         ("deepspeed", "is distributed.deepspeed.config here"),
-        ("deepspeed.zero_optimization.stage", "is distributed.deepspeed.config here"),
+        ("deepspeed.zero_optimization.stage", "of DeepSpeed is distributed.strategy here"),
         ("fsdp", "is distributed.strategy here"),
         ("optimizer.name", "optimizer.name of torchtitan is training.optimizer here"),
         ("optimizer.betas", "nearest is training.betas"),
@@ -164,3 +180,38 @@ def test_the_page_has_the_tables_and_says_what_is_said(tmp_path, monkeypatch):
         with pytest.raises(RecipeError) as caught:
             load(name, overrides)
         assert str(caught.value) == message
+
+
+def test_every_command_and_key_of_the_page_exists():
+    page = PAGE.read_text(encoding="utf-8")
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))
+    commands = [shlex.split(span)[1:] for span in spans if span.startswith("muster ")]
+    assert len(commands) > 15
+    assert [found for words in commands if (found := unknown(words))] == []
+    elsewhere = {name for row in ROWS for name in row.names.split()}
+    sections = {key.partition(".")[0] for key in keys() if "." in key}
+    named = {span for span in spans if re.fullmatch(rf"({'|'.join(sections)})\.[\w.]+", span)}
+    older = {row.old for row in aliases.TABLE}
+    assert named - elsewhere - older <= set(keys())
+
+
+def unknown(words: list[str]) -> list[str]:
+    """Words of a command that muster's command line does not have: the verb, its options, keys."""
+    command = typer.main.get_command(app)
+    words = list(words)
+    while isinstance(command, typer.core.TyperGroup):
+        if not words or words[0] not in command.commands:
+            return words[:1] or ["no verb"]
+        command = command.commands[words.pop(0)]
+    options = {name for parameter in command.params for name in parameter.opts}
+    given = [word.partition("=")[0] for word in words]
+    keyed = [word.partition("=")[0] for word in words if re.match(r"[\w.]+=", word)]
+    return [word for word in given if word.startswith("-") and word not in options] + [
+        key for key in keyed if key not in keys()
+    ]
+
+
+def test_a_command_that_does_not_exist_is_found():
+    assert unknown(["fly"]) == ["fly"]
+    assert unknown(["bench", "collective"]) == ["collective"]
+    assert unknown(["train", "R", "--gpu", "2", "training.step=3"]) == ["--gpu", "training.step"]

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Foreign(NamedTuple):
-    """`names`, separated by blanks, are `key` here; without a key `note` says how muster does it."""
-
-    names: str
-    key: str = ""
-    note: str = ""
-
+from muster.recipe.foreign_frameworks import FRAMEWORKS, Foreign
 
 BEST = (
     "on by default; eval, export, generate and transcribe take the best, the run goes on to its end"
@@ -219,6 +212,7 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("n_inner intermediate_size", "model.shape.hidden"),
         Foreign("n_positions max_position_embeddings", "model.shape.positions"),
     ),
+    **FRAMEWORKS,
 }
 
 
