@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from muster.cli import bench, check, data, explain, export, manage, plan, recipe, train, use
+from muster.cli import bench, check, data, explain, export, manage, page, plan, recipe, train, use
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
 from muster.launch.cluster import own_arguments
@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(manage.watch)
+app.command()(page.page)
+app.command()(page.compare)
 app.command("runs")(manage.list_runs)
 app.command()(manage.stop)
 app.command()(manage.clean)

@@ -92,9 +92,19 @@ def _suggest(run: Run, state: str) -> None:
         console.print(f"  {command}   [dim]# {why}[/]", soft_wrap=True)
 
 
-def watch(run: RunArgument = "latest", dir: DirOption = Path("runs")) -> None:
+def watch(
+    run: RunArgument = "latest",
+    dir: DirOption = Path("runs"),
+    web: Annotated[bool, typer.Option("--web", help="As a page: muster page RUN.")] = False,
+) -> None:
     """Follow a run, its log and how each rank fares; Ctrl-C leaves it running."""
     from muster import run_directory
+
+    if web:
+        from muster.cli.page import serve_page
+
+        serve_page([run], dir)
+        return
 
     show_until_end(run_directory.find(run, dir), ranks=True)
 

@@ -13,6 +13,14 @@ MAIN = {
     "loss": False,
 }
 
+FORMS = {
+    "wer": "WER {:.2%}",
+    "cer": "CER {:.2%}",
+    "accuracy": "accuracy {:.2%}",
+    "perplexity": "perplexity {:.3f}",
+    "bits_per_byte": "{:.3f} bits per byte",
+}
+
 
 def main_score(scores: Mapping[str, float]) -> str | None:
     """The name of the score by which evaluations are compared; None where none is known."""
@@ -21,18 +29,19 @@ def main_score(scores: Mapping[str, float]) -> str | None:
 
 def score_words(scores: dict[str, float]) -> str:
     """The scores of any task, the most important first."""
-    forms = {
-        "wer": "WER {:.2%}",
-        "cer": "CER {:.2%}",
-        "accuracy": "accuracy {:.2%}",
-        "perplexity": "perplexity {:.3f}",
-        "bits_per_byte": "{:.3f} bits per byte",
-    }
+    forms = FORMS
     if "perplexity" in scores and "bits_per_byte" not in scores:  # of replies
-        forms["loss"] = "loss {:.3f}"
+        forms = FORMS | {"loss": "loss {:.3f}"}
     words = [form.format(scores[name]) for name, form in forms.items() if name in scores]
     own = [f"{name} {value:.4g}" for name, value in scores.items() if name != "units"]
     return ", ".join(words or own)
+
+
+def named_scores(scores: Mapping[str, float]) -> list[str]:
+    """The names of rates, without the counts that they come from."""
+    return [name for name in FORMS if name in scores] or [
+        name for name in scores if name != "units"
+    ]
 
 
 def score_number(name: str, value: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -25,20 +24,6 @@ def read_document(run: Path) -> Document:
     files = RunFiles(run)
     files.refresh()
     return document(files)
-
-
-class LiveRun:
-    """A run that is read again and again, by one thread at a time."""
-
-    def __init__(self, path: Path) -> None:
-        self.files = RunFiles(path)
-        self._lock = threading.Lock()
-
-    def document(self) -> Document:
-        """As its files are now. Raises `Vanished` when its directory is gone."""
-        with self._lock:
-            self.files.refresh()
-            return document(self.files)
 
 
 def document(files: RunFiles) -> Document:
