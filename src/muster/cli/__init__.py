@@ -11,7 +11,20 @@ from typing import Annotated
 
 import typer
 
-from muster.cli import bench, check, data, explain, export, manage, page, plan, recipe, train, use
+from muster.cli import (
+    bench,
+    check,
+    data,
+    explain,
+    export,
+    manage,
+    page,
+    plan,
+    recipe,
+    report,
+    train,
+    use,
+)
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
 from muster.launch.cluster import own_arguments
@@ -27,6 +40,7 @@ app.command()(manage.watch)
 app.command()(page.page)
 app.command()(page.compare)
 app.command("runs")(manage.list_runs)
+app.command()(report.report)
 app.command()(manage.stop)
 app.command()(manage.clean)
 app.command("eval")(use.evaluate)

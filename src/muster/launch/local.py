@@ -255,7 +255,11 @@ def main(arguments: list[str]) -> int:
         return 2
     with claim:
         run.own()
-        return _supervise(run, asked.ranks, node)
+        code = _supervise(run, asked.ranks, node)
+        from muster.page import report
+
+        report.write_at_end(run)
+        return code
 
 
 def _supervise(run: Run, ranks: int, node: Node) -> int:

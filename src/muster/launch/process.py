@@ -62,7 +62,9 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
 
 @contextmanager
 def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> Iterator[None]:
-    """For rank 0 without a supervisor: it writes the run's state, heartbeat and failure."""
+    """For rank 0 without a supervisor: it writes the run's state, heartbeat, failure and report."""
+    from muster.page import report
+
     with claim:
         run.own()
         run.keep_alive()
@@ -75,6 +77,8 @@ def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> I
             found = failure.collect(run.path, {}, world)
             run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
             raise
+        finally:
+            report.write_at_end(run)
 
 
 def record_error(folder: Path, rank: int, error: BaseException) -> None:

@@ -213,6 +213,9 @@ def settle(run: Run) -> bool:
         run.update(state="stopped", ended=time.time(), exit_code=0)
     else:
         note_failure(run, number, ENDS[name])
+    from muster.page import report
+
+    report.write_at_end(run)
     return True
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from muster.launch import slurm
 from muster.observe.results import STOP_FILE, complete_steps
+from muster.page import report
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
 
@@ -37,7 +38,9 @@ def main(folder: str, *command: str) -> int:
     code = run_tasks(run, command, signals)
     progressed = complete_steps(run.path)[-1:] > before[-1:]
     text = log.read_bytes()[offset:].decode(errors="replace") if log.is_file() else ""
-    return finish(run, number, code, bool(signals), progressed, text)
+    code = finish(run, number, code, bool(signals), progressed, text)
+    report.write_at_end(run)
+    return code
 
 
 def asked_by_user(run: Run) -> bool:

@@ -146,6 +146,7 @@ class Evaluation(Section):
 class Logging(Section):
     dir: str = free("runs", description="Folder for run directories.")
     tensorboard: bool = free(True, description="Also write TensorBoard events.")
+    report: bool = free(True, description="Write the run's page as `report.html` when it ends.")
     every_steps: Positive = free(10, description="Steps between gathering step times of all ranks.")
     profile: Count = free(
         0,

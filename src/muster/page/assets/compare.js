@@ -49,10 +49,10 @@ class CompareView {
     element.hidden = part !== "recipe" && !rows.length;
     if (!rows.length) return replace(body, h("p", { class: "faint" }, "Nothing differs."));
     const numeric = part === "scores";
-    const value = (name, v) => (numeric ? scored(name, v) : h("code", {}, shown(v)));
+    const value = (name, v) => (numeric ? scored(name.split(" ").at(-1), v) : h("code", {}, shown(v)));
     const columns = numeric ? names.flatMap((name, i) => (i ? [`>${letter(i)}`, `>${letter(i)} / A`] : [">A"])) : names.map((name, i) => letter(i));
     replace(body, table(part, ["", ...columns], rows.map(([name, { values, ratios }]) => [
-      numeric ? named(name) : h("code", {}, name),
+      numeric ? scoreName(name) : h("code", {}, name),
       ...values.flatMap((v, i) => (numeric && i ? [value(name, v), known(ratios[i - 1]) ? `${number(ratios[i - 1], 3)} ×` : NONE] : [value(name, v)])),
     ])));
   }
@@ -60,6 +60,12 @@ class CompareView {
   redraw() {
     this.curves.group.draw();
   }
+}
+
+/** `validation wer` as its name and the data. */
+function scoreName(name) {
+  const [score, ...split] = name.split(" ").reverse();
+  return [named(score), ...split].join(", ");
 }
 
 const letter = (i) => String.fromCharCode(65 + i);

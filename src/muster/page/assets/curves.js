@@ -2,6 +2,7 @@
 // From a run's curves and evaluations to charts, and to a table in their place.
 
 const ORDER = ["loss", "grad_norm", "lr", "audio_s_per_s", "tokens_per_s", "samples_per_s", "mfu", "step_time_s", "data_wait_s", "memory_gib"];
+const COUNTS = new Set(["words", "characters", "tokens", "samples", "clips", "images"]); // what a score is of
 const TABLE_ROWS = 25;
 
 /** Seconds since the run's first step, whichever clock the times are from. */
@@ -49,6 +50,7 @@ function evaluationLines(run, chart) {
   const keys = new Set((run.evaluations || []).flatMap((e) => Object.keys(e.scores).map((name) => `${e.split}/${name}`)));
   for (const key of keys) {
     const [split, name] = key.split("/");
+    if (COUNTS.has(name)) continue;
     const points = run.evaluations.filter((e) => e.split === split && known(e.scores[name]));
     if (!points.length) continue;
     const lines = chart(`score-${split}-${name}`, `${named(name)}, ${split}`, "", (value) => scored(name, value), RATES.has(name) ? (value) => `${number(value * 100, 3)}\u202f%` : null);

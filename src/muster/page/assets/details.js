@@ -1,9 +1,16 @@
 "use strict";
 // Examples, what was planned, and what the run was told.
 
+/** One entry per word, so that long stretches can be broken into lines. */
+function wordByWord({ op, ref, hyp }) {
+  const [above, under] = [ref.split(" "), hyp.split(" ")];
+  const length = Math.max(above.length, under.length);
+  return Array.from({ length }, (_, i) => ({ op, ref: above[i] || "", hyp: under[i] || "" }));
+}
+
 /** Reference above what was recognised, word by word; differing words carry a mark besides their colour. */
 function differences(mistake) {
-  const words = (mistake.diff || []).map(({ op, ref, hyp }) => {
+  const words = (mistake.diff || []).flatMap(wordByWord).map(({ op, ref, hyp }) => {
     const above = op === "del" ? h("del", {}, ref) : op === "sub" ? h("s", {}, ref) : ref;
     const under = op === "ins" ? h("ins", {}, hyp) : op === "sub" ? h("em", {}, hyp) : op === "same" ? hyp : "";
     return h("span", { class: `pair ${op}` }, h("span", {}, above || "\u00a0"), h("span", {}, under || "\u00a0"));
@@ -21,7 +28,7 @@ function player(mistake, source) {
 function mistakeItem(mistake, source) {
   const rate = `${count(mistake.errors, "error")} in ${count(mistake.words, "word")}`;
   return h("li", { class: "mistake" },
-    h("p", { class: "facts" }, h("b", {}, rate), known(mistake.seconds) ? ` · ${duration(mistake.seconds)}` : "", h("span", { class: "faint" }, ` · ${mistake.id}`)),
+    h("p", { class: "facts" }, h("b", {}, rate), known(mistake.seconds) ? ` · ${duration(mistake.seconds)}` : "", h("span", { class: "faint" }, ` · sample ${mistake.id}`)),
     h("p", { class: "hidden" }, `Reference: ${mistake.reference}. Recognised: ${mistake.hypothesis || "nothing"}.`),
     differences(mistake), player(mistake, source));
 }

@@ -68,8 +68,9 @@ class ServerSource {
   }
 
   /** Calls `update` with the parts that changed, until the function that it returns is called. */
-  follow(name, update, again) {
-    const stream = new EventSource(name ? `api/stream?run=${encodeURIComponent(name)}` : "api/stream");
+  follow(name, version, update, again) {
+    const seen = version === undefined ? "" : `&seen=${version}`;
+    const stream = new EventSource(name ? `api/stream?run=${encodeURIComponent(name)}${seen}` : "api/stream");
     let lost = false;
     stream.onopen = () => {
       say("live", "live");
@@ -113,7 +114,7 @@ const routes = {
     const shownView = new RunsView();
     const content = await source.runs();
     shownView.update(content);
-    return [shownView, () => source.follow(null, (sections) => shownView.update(Object.assign(content, sections)), route)];
+    return [shownView, () => source.follow(null, undefined, (sections) => shownView.update(Object.assign(content, sections)), route)];
   },
 
   async run(name) {
@@ -122,7 +123,7 @@ const routes = {
     const content = await source.run(name);
     const update = (sections) => shownView.update(Object.assign(content, sections), Object.keys(sections));
     const again = async () => shownView.update(Object.assign(content, await source.run(name)));
-    return [shownView, () => source.follow(name, update, () => again().catch(() => {})), () => shownView.update(content)];
+    return [shownView, () => source.follow(name, content.version, update, () => again().catch(() => {})), () => shownView.update(content)];
   },
 
   async compare(...names) {

@@ -169,10 +169,13 @@ class HeatMap {
     this.drawCell();
   }
 
-  /** The scale of all three parts is the same where they are of a size: the highest but for a few spikes. */
+  /** Of the rank with the highest values, all but a few bins: those in which it started or saved. */
   highest(values) {
-    const all = values.flat().filter(known).sort((a, b) => a - b);
-    return all.length ? all[Math.floor((all.length - 1) * 0.995)] || 1 : 1;
+    const tops = values.map((row) => {
+      const sorted = row.filter(known).sort((a, b) => a - b);
+      return sorted[Math.floor((sorted.length - 1) * 0.98)] || 0;
+    });
+    return Math.max(...tops) || 1;
   }
 
   drawLabels(height) {

@@ -1,0 +1,118 @@
+"""The report of a run: one file that needs nothing else, written whenever a run ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import wave
+
+import pytest
+
+from muster import run_directory
+from muster.errors import MusterError
+from muster.page import report
+from muster.run_directory import Run
+from page import synthetic
+from processes import lives, muster, python_path, until
+
+NO_OPTIMIZER = """
+import sys
+if "muster.worker" in sys.orig_argv:
+    import torch
+    def step(*args, **kwargs):
+        raise RuntimeError("this optimizer is out of order")
+    torch.optim.AdamW.step = step
+"""
+NASTY = "</script><script>alert(1)</script><!-- \u2028 &amp;"
+
+
+def embedded(text: str) -> dict:
+    found = re.search(r'<script id="documents" type="application/json">(.*?)</script>', text, re.S)
+    return json.loads(found[1])
+
+
+def test_the_file_names_no_other_file_and_no_address(tmp_path):
+    run = synthetic.write(tmp_path / "speech", ranks=2, steps=20)
+    report.write([run], tmp_path / "one.html")
+    text = (tmp_path / "one.html").read_text()
+    outside = [
+        address
+        for address in re.findall(r'(?:src|href)="([^"]*)"', text)
+        if not address.startswith(("data:", "#"))
+    ]
+    assert outside == []
+    assert "default-src 'none'" in text
+    assert embedded(text)["runs"][0]["run"]["name"] == "speech"
+
+
+def test_words_of_a_run_cannot_end_the_script_that_holds_them():
+    text = report.render({"runs": [], "comparisons": [], "audio": {}, "words": NASTY})
+    assert embedded(text)["words"] == NASTY
+    assert "alert(1)" not in re.sub(r'<script id="documents".*?</script>', "", text, flags=re.S)
+
+
+def test_recordings_are_inside_while_they_fit(tmp_path, monkeypatch):
+    audio = {str(i): tmp_path / f"{i}.wav" for i in range(3)}
+    for path in audio.values():
+        with wave.open(str(path), "wb") as file:
+            file.setparams((1, 2, 16000, 0, "NONE", ""))
+            file.writeframes(bytes(2000))
+    monkeypatch.setattr(report, "audio_file", lambda run, name: audio[name])
+    monkeypatch.setattr(report, "AUDIO_BYTES", 5000)
+    mistakes = [{"id": name, "audio": True} for name in audio]
+    document = {"run": {"name": "speech"}, "examples": {"mistakes": mistakes}}
+    kept = report.recordings([tmp_path], [document])["speech"]
+    assert list(kept) == ["0", "1"]
+    assert kept["0"].startswith("data:audio/wav;base64,")
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    run = synthetic.write(tmp_path / "speech", ranks=1, steps=5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MusterError, match=r"file/one\.html: the report cannot be written"):
+        report.write([run], tmp_path / "file" / "one.html")
+
+
+def test_a_report_that_fails_is_one_warning_and_not_a_failed_run(tmp_path, caplog):
+    run = Run(synthetic.write(tmp_path / "speech", ranks=1, steps=5, state="finished"))
+    (run.path / report.REPORT).mkdir()
+    report.write_at_end(run)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [path.name for path in run.path.glob(".report*")] == []
+
+
+@pytest.fixture(scope="module")
+def runs(recipe, tmp_path_factory):
+    """A run that finished, one that failed, and one without a report."""
+    folder = tmp_path_factory.mktemp("ends")
+    (folder / "sitecustomize.py").write_text(NO_OPTIMIZER)
+    for name, words, code in (
+        ("good", [], 0),
+        ("bad", [], 1),
+        ("quiet", ["logging.report=false"], 0),
+    ):
+        words = ["training.steps=3", "--run", name, *words]
+        variables = python_path(folder) if code else {}
+        muster("train", recipe, *words, folder=folder, code=code, env=variables)
+        owner = run_directory.find(name, folder / "runs").info()["pid"]
+        until(lambda owner=owner: not lives(owner))  # it writes the report last
+    return folder / "runs"
+
+
+def test_a_run_that_finished_left_its_report(runs):
+    run = run_directory.find("good", runs)
+    document = embedded((run.path / report.REPORT).read_text())["runs"][0]
+    assert document["run"]["state"] == "finished"
+    assert document["curves"]["step"] == [1, 2, 3]
+
+
+def test_a_run_that_failed_left_its_report(runs):
+    run = run_directory.find("bad", runs)
+    document = embedded((run.path / report.REPORT).read_text())["runs"][0]
+    assert document["run"]["state"] == "failed"
+    assert "out of order" in document["run"]["words"]
+
+
+def test_a_key_turns_the_report_off(runs):
+    assert run_directory.find("quiet", runs).state() == "finished"
+    assert not (runs / "quiet" / report.REPORT).exists()
