@@ -19,6 +19,7 @@ KEYS = {
     "step_time_s",
     "data_wait_s",
     "memory_gib",
+    "time",
 }
 
 

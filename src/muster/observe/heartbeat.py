@@ -42,6 +42,7 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 _active: HeartbeatThread | None = None
 _listener: Callable[[str], None] | None = None
+_device: Callable[[], Mapping[str, Any] | None] | None = None
 
 
 def beat(phase: str, step: int | None = None) -> None:
@@ -56,6 +57,12 @@ def listen(listener: Callable[[str], None] | None) -> None:
     """Call `listener` with each beat's phase, in the thread that beats: for the profiler."""
     global _listener
     _listener = listener
+
+
+def measure(device: Callable[[], Mapping[str, Any] | None] | None) -> None:
+    """Write what `device` returns into each heartbeat. It must answer at once: a heartbeat does not wait."""
+    global _device
+    _device = device
 
 
 def clear(folder: Path) -> None:
@@ -192,7 +199,9 @@ class HeartbeatThread(threading.Thread):
 
     def _write_heartbeat(self) -> None:
         with suppress(OSError):  # a full disk must not end this thread
-            write_json(self._path("heartbeat.json"), self._state())
+            measured = _device() if _device else None
+            state = {**self._state(), "device": measured} if measured else self._state()
+            write_json(self._path("heartbeat.json"), state)
 
     def _record_silent_ranks(self) -> None:
         """Add the process states of this machine's ranks that wrote no report."""

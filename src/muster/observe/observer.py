@@ -60,6 +60,7 @@ class StepRecord:
             "step_time_s": self.step_time_s,
             "data_wait_s": self.data_wait_s,
             "memory_gib": memory_gib(),
+            "time": round(time.time(), 3),
         }
         for name, amount in self.amounts.items():
             line[f"{name}_per_s"] = amount / self.step_time_s

@@ -14,10 +14,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from muster import run_directory
 from muster.errors import AGAIN, LaunchError, StartAgain
+from muster.hardware import meter
 from muster.launch import cluster
 from muster.launch.cluster import RankInfo
 from muster.launch.join import join
@@ -61,6 +63,8 @@ def run_rank(
         rank_info.world,
         rank_info.local_rank,
     )
+    device = measure_device(mesh.device)
+    heartbeat.measure(device.latest)
     try:
         job = prepare(recipe, mesh, run, task)
         results = finish(job, run, train(job))
@@ -69,10 +73,25 @@ def run_rank(
         if not isinstance(error, StartAgain):
             heartbeat.failed(error)
         raise
+    finally:
+        device.stop()
     job.observer.close()
     meshes.leave()
     heartbeat.stop()
     return results
+
+
+def measure_device(device: torch.device) -> meter.Meter:
+    if device.type != "cuda":
+        return meter.of_process()
+    facts: Any = torch.cuda.get_device_properties(device)
+    parts = [getattr(facts, f"pci_{name}_id", 0) for name in ("domain", "bus", "device")]
+    place = "{:04x}:{:02x}:{:02x}.0".format(*parts)
+    vendor = "amd" if torch.version.hip else "nvidia"
+    visible = torch.cuda.device_count()
+    return meter.of_gpu(
+        meter.DeviceId(str(getattr(facts, "uuid", "")), place, facts.name, visible, vendor)
+    )
 
 
 def connect_ranks(
