@@ -97,7 +97,7 @@ class Curves {
   update(runs, marks) {
     this.specs = chartsOf(runs);
     const origin = originOf(runs[0]);
-    const placed = (marks || []).map((mark) => ({ ...mark, time: known(mark.time) ? mark.time - origin : null }));
+    const placed = (marks || []).filter((mark) => known(mark.step)).map((mark) => ({ ...mark, time: known(mark.time) ? mark.time - origin : null }));
     const kinds = [...new Set(placed.map((mark) => mark.kind))];
     const best = this.specs.some((spec) => spec.lines.some((line) => line.best >= 0));
     this.legend.replaceChildren(

@@ -75,11 +75,13 @@ class RunView {
 
   drawHead(document) {
     const { run } = document;
+    // A failure has a box of its own: it is not said twice.
+    const findings = document.findings.filter(({ text }) => !(run.words && text.startsWith(run.words)));
     replace(this.head,
       h("h1", {}, run.name, " ", stateMark(run.state)),
       h("p", { class: "subtitle" }, facts(run)),
       run.words ? h("div", { class: "words" }, h("p", {}, run.words), run.cause && run.cause !== run.words ? h("p", {}, run.cause) : null, run.cure ? h("p", {}, h("b", {}, "What to do: "), run.cure) : null) : null,
-      document.findings.length ? findingList(document.findings) : null,
+      findings.length ? findingList(findings) : null,
       h("div", { class: "glance" }, figures(document), strip(document.ranks.rows)));
   }
 
