@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import processes
-from muster.cli import common
 
 
 def muster(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -59,29 +58,6 @@ def test_runs_clean_and_watch_on_an_empty_folder_say_so(tmp_path):
     missing = muster("watch", "latest", cwd=tmp_path)
     assert missing.returncode == 2
     assert "no run 'latest'" in missing.stderr
-
-
-def test_who_waits_for_long_is_told_on_stderr(monkeypatch, capsys):
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    with common.working("at once"):
-        pass
-    monkeypatch.setattr(common, "PATIENCE_S", 0.0)
-    told = ["", ""]
-
-    def says(words: str) -> bool:
-        told[:] = (before + new for before, new in zip(told, capsys.readouterr(), strict=True))
-        return words in told[1]
-
-    with common.working("slowly") as progress:
-        progress(1, 2)
-        processes.until(lambda: says("slowly …\n"))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal, to rich
-    with common.working("slowly") as progress:
-        progress(1, 2)
-        processes.until(lambda: says("slowly: 1 of 2 batches …"))
-    out, err = told
-    assert out == ""
-    assert err.partition("\n")[0] == "slowly …"
 
 
 def test_transcribe_without_a_checkpoint_is_one_line(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pytest
 from clips import encode, tone, write_parquet
 
-from muster.data import cache
+from muster.data import cache, progress
 from muster.data.parquet import ParquetClips
 from muster.data.speech import audio, index
 from muster.data.speech.index import ensure_index
@@ -211,9 +212,9 @@ def test_a_file_replaced_after_bodies_were_looked_at_is_looked_at_whole(tmp_path
 
 def test_long_work_is_logged_by_tenths(monkeypatch, caplog):
     clock = itertools.count(0, 10)
-    monkeypatch.setattr(index.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     caplog.set_level("INFO")
-    tell = index._log_tenths()
+    tell = progress.log_tenths(logging.getLogger("test"), "read %d of %d clips")
     for done in range(0, 1001, 7):
         tell(done, 1000)
     shares = [record.getMessage().split("(")[1] for record in caplog.records]

@@ -95,7 +95,7 @@ def test_a_short_file_is_heard_whole_and_a_long_one_in_windows(causal, tmp_path)
 
 def test_eval_prints_rates_counts_and_the_worst_clips(causal, monkeypatch):
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(use, "working", lambda words: nullcontext(lambda *done: told.append(done)))
+    monkeypatch.setattr(use, "working", lambda *words: nullcontext(lambda *done: told.append(done)))
     done = CliRunner().invoke(app, ["eval", str(causal), "--decoder", "greedy", "--worst", "2"])
     rates = re.search(r"test: WER (.*)%, CER .*%, 31 clips\n", done.stdout)
     counts = re.search(r"(\d+) words: (\d+) subst.*, (\d+) deletions, (\d+) insert", done.stdout)

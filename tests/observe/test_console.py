@@ -138,6 +138,39 @@ def test_a_terminal_gets_a_bar(tmp_path):
     assert "loss 1.2500" in written
 
 
+def test_before_the_first_step_a_terminal_shows_what_rank_0_last_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(shown, "POLL_S", 0.0)
+    (tmp_path / "ranks").mkdir()
+    log = tmp_path / "ranks" / "0.log"
+    log.write_text("[Rank 0] of an earlier start\n")
+    states = iter(["starting", "starting", "stopped"])
+    seen = []
+    monkeypatch.setattr(
+        shown._Bar, "preparing", lambda self, words: seen.append((words, bar_of(self)))
+    )
+
+    def bar_of(show) -> str:
+        return show.progress.tasks[0].fields["head"]
+
+    def state() -> str:
+        now = next(states)
+        with log.open("a") as file:
+            file.write(f"[Rank 0] tokenized 1 of 9 documents, {now}\n")
+        if now == "stopped":
+            append(
+                tmp_path / "events.jsonl", {"event": "started", "step": 0, "steps": 9, "world": 1}
+            )
+        return now
+
+    file = (tmp_path / "out").open("w+")
+    follow(tmp_path, state, Console(width=200, file=file, force_terminal=True))
+    assert next(words for words, _ in seen).endswith("tokenized 1 of 9 documents, starting")
+    assert {head for _, head in seen} == {"starting …"}
+    assert not any("earlier" in words for words, _ in seen)
+    file.seek(0)
+    assert "step 0/9" in file.read()
+
+
 def test_events_in_words():
     resumed = {"event": "resumed", "step": 5, "path": "p", "passed_over": ["step-9: torn"]}
     assert event_words(resumed) == "resumed at step 5 from p; passed over step-9: torn"

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from muster.cli import app, common
+from muster.cli import app
 from muster.errors import MemoryLimitError, MusterError, RecipeError
+from muster.observe import progress
 from muster.planner import report
 from muster.planner.memory import WORKSPACE
 from muster.planner.search import SearchResult
@@ -37,12 +38,12 @@ class AtOnce(threading.Timer):
 
 
 def test_the_answer_comes_with_the_command_that_carries_it_out(monkeypatch):
-    monkeypatch.setattr(common, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(common, "threading", SimpleNamespace(Timer=AtOnce))
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "threading", SimpleNamespace(Timer=AtOnce))
     machines = ["--gpus", "4", "--gpu", "h100", "--per-node", "2"]
     words = ["plan", *SMALL, FIXED, *machines, "--explain"]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
-    assert done.stderr == "searching strategies …\n", "on a terminal, a status instead"
+    assert done.stderr == "searching strategies …\n", "on a terminal, a bar instead"
     text = done.stdout
     for words in (
         "Does one copy fit",

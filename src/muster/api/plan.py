@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import MemoryLimitError, MusterError, RecipeError
+from muster.observe.progress import Report, silent
 from muster.planner.collector import collector_paused
 from muster.recipe.overrides import Overrides, as_texts
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from muster.recipe.load import Source
     from muster.recipe.schema import Recipe
 
-Working = Callable[[str], AbstractContextManager[Any]]
+Working = Callable[[str, str], AbstractContextManager[Report]]
 
 
 def plan(
@@ -69,8 +70,8 @@ class Planned:
 
 
 @contextmanager
-def _silent(words: str) -> Iterator[None]:
-    yield
+def _silent(words: str, unit: str) -> Iterator[Report]:
+    yield silent
 
 
 @collector_paused()
@@ -98,7 +99,7 @@ def make_plan(
     precision = _precision(resolved.training.precision, device)
     name = recipe if isinstance(recipe, str) else resolved.name
 
-    with working("searching strategies"):
+    with working("searching strategies", "layouts") as tell:
         from muster.planner import report  # torch, from here on: mistakes are found before
         from muster.planner.open_subject import open_subject
         from muster.planner.planner import Planner
@@ -111,9 +112,9 @@ def make_plan(
             planner = Planner(
                 subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
             )
-            found = search(planner)
+            found = search(planner, tell=tell)
     if found.best is None:
-        with working("nothing fits; searching for what would"):
+        with working("nothing fits; searching for what would", ""):
             words = report.remedies(planner, found)
         raise MemoryLimitError(
             f"{name} on {count} × {device.title}: nothing fits: " + "; ".join(words)
@@ -122,8 +123,8 @@ def make_plan(
     if simulate:
         settings = report.settings(found.best)
         again = open_subject(find_recipe(recipe, [*changes, *settings]))
-        with working("simulating on a fake cluster"):
-            document["simulation"] = _simulate(again, found.best, planner)
+        with working("simulating on a fake cluster", "ranks") as tell:
+            document["simulation"] = _simulate(again, found.best, planner, tell)
     return Planned(name, planner, found, document)
 
 
@@ -220,7 +221,7 @@ def _precision(asked: str, device: Accelerator) -> str:
     return asked
 
 
-def _simulate(subject: Any, best: Plan, planner: Planner) -> list[dict[str, Any]]:
+def _simulate(subject: Any, best: Plan, planner: Planner, tell: Report) -> list[dict[str, Any]]:
     from muster.planner.simulate import simulate_all
 
     choice = best.choice
@@ -233,6 +234,7 @@ def _simulate(subject: Any, best: Plan, planner: Planner) -> list[dict[str, Any]
         rows=choice.rows,
         microbatches=choice.microbatches,
         accumulation=few,
+        tell=tell,
     )
     results = [result.as_dict() for result in found]
     if few < choice.accumulation:

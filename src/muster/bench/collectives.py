@@ -19,6 +19,7 @@ from muster.bench.results import head
 from muster.bench.timing import ENOUGH, LEAST, SMALL, WARM_UP, spread_of
 from muster.errors import LaunchError
 from muster.hardware import catalogue
+from muster.observe.progress import Report, silent
 from muster.parallel.mesh import Mesh
 from muster.probes.collectives import COLLECTIVES, REFUSALS, Trial, Where, bus_share, refusal
 
@@ -36,6 +37,7 @@ def measure(
     smallest: int = 1024,
     largest: int | None = None,
     factor: int = 4,
+    tell: Report = silent,
 ) -> Document:
     document = head("collectives", mesh)
     asked, fits = largest or max(USUAL_MAX[mesh.device.type], smallest), largest_size(mesh)
@@ -44,16 +46,22 @@ def measure(
     sizes = list(steps(smallest, min(asked, fits), factor))
     rows: list[Row] = []
     left_out: list[Row] = []
-    for name in only or COLLECTIVES:
-        for kind in dtypes:
-            for where in COLLECTIVES[name].wheres:
-                what = {"collective": name, "dtype": kind, "where": where}
-                for count in counts(sizes, getattr(torch, kind).itemsize, mesh.world):
-                    row = what | trial(mesh, name, count, getattr(torch, kind), where)
-                    if "refused" in row:
-                        left_out.append(row)
-                        break
-                    rows.append(row)
+    series = [
+        (name, kind, where)
+        for name in only or COLLECTIVES
+        for kind in dtypes
+        for where in COLLECTIVES[name].wheres
+    ]
+    for number, (name, kind, where) in enumerate(series):
+        what = {"collective": name, "dtype": kind, "where": where}
+        arrays = counts(sizes, getattr(torch, kind).itemsize, mesh.world)
+        for done, count in enumerate(arrays):
+            tell(number * len(arrays) + done, len(series) * len(arrays))
+            row = what | trial(mesh, name, count, getattr(torch, kind), where)
+            if "refused" in row:
+                left_out.append(row)
+                break
+            rows.append(row)
     if not rows:
         why = left_out[0]["refused"] if left_out else "no size fits"
         raise LaunchError(f"nothing could be measured: {why}")

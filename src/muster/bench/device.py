@@ -21,6 +21,7 @@ from muster.errors import LaunchError
 from muster.hardware import catalogue, cpus, inventory
 from muster.hardware.catalogue import FLOAT8_CAPABILITY, Accelerator
 from muster.hardware.devices import read
+from muster.observe.progress import Report, silent
 
 WARM_UP, REPEATS = 3, 5
 SAMPLE_S = 0.02  # of one sample: long against the clock's error and a synchronize
@@ -63,14 +64,14 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
 
-def bench(folder: Path, seconds: float) -> tuple[dict[str, Any], Path]:
+def bench(folder: Path, seconds: float, tell: Report = silent) -> tuple[dict[str, Any], Path]:
     """Measures the current GPU, or the processor where there is none, for about `seconds`; returns the
     document and the file in `folder` that now holds it."""
     prepare(folder)
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     with all_cores() as threads:
-        document = {**measure(device, seconds), "threads": None if gpu else threads}
+        document = {**measure(device, seconds, tell), "threads": None if gpu else threads}
     path = catalogue.file_of(document["name"], folder)
     document["measured"] |= links_in(path)
     write(path, document)
@@ -87,7 +88,7 @@ def links_in(path: Path) -> dict[str, float]:
         return {}
 
 
-def measure(device: torch.device, seconds: float) -> dict[str, Any]:
+def measure(device: torch.device, seconds: float, tell: Report = silent) -> dict[str, Any]:
     """`accelerator` is all that a planner needs to know of the device, `measured` what it achieved,
     `peaks` its vendor's figures, where the catalogue has it."""
     timer = Timer(device)
@@ -96,8 +97,10 @@ def measure(device: torch.device, seconds: float) -> dict[str, Any]:
     part = seconds / (2 * len(kinds) + copies_s + 2)
     sides: dict[str, int] = {}
     measured: dict[str, float] = {}
-    for kind in kinds:
+    for number, kind in enumerate(kinds):
+        tell(number, len(kinds) + 1)
         measured[f"{kind}_tflops"], sides[kind] = matrix_tflops(timer, kind, 2 * part)
+    tell(len(kinds), len(kinds) + 1)
     measured["memory_gb_per_s"] = memory_gb_per_s(timer, part)
     copies = host_copies(timer, part) if device.type == "cuda" else {}
     if copies:

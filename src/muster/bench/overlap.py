@@ -22,6 +22,7 @@ from muster.bench import results
 from muster.bench.files import Document
 from muster.data.loader import Batch
 from muster.errors import LaunchError
+from muster.observe.progress import Report, silent
 from muster.parallel.layout import Layout
 from muster.parallel.mesh import Mesh
 from muster.planner.dtensor_recorder import DTensorRecorder
@@ -62,7 +63,12 @@ def settings(buckets: Sequence[float]) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def measure(
-    mesh: Mesh, recipe: str, overrides: Sequence[str], buckets: Sequence[float], seconds: float
+    mesh: Mesh,
+    recipe: str,
+    overrides: Sequence[str],
+    buckets: Sequence[float],
+    seconds: float,
+    tell: Report = silent,
 ) -> Document:
     """All ranks call this together. The recipe's global batch is what each rank computes at once."""
     if mesh.world == 1:
@@ -70,11 +76,13 @@ def measure(
     each = load(recipe, overrides).training.global_batch_size
     batch = f"training.global_batch_size={each * mesh.world}"
     local = [f"training.global_batch_size={each}", "distributed.strategy=ddp"]
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         alone = replace(mesh, rank=0, layout=Layout(), axes=None)
         own = _job(alone, recipe, [*overrides, *PLAIN, *local], Path(folder, "alone"))
-        for strategy, name, changes in settings(buckets):
+        asked = list(settings(buckets))
+        for strategy, name, changes in asked:
+            tell(len(rows), len(asked))
             options = [*overrides, *PLAIN, batch, f"distributed.strategy={strategy}", *changes]
             job = _job(mesh, recipe, options, Path(folder, f"{strategy}-{name}"))
             batches = job.loader.micro_batches(0)

@@ -19,6 +19,7 @@ from muster.checks.findings import RankNames
 from muster.errors import LaunchError
 from muster.hardware import inventory
 from muster.launch import cluster
+from muster.observe.progress import Report, silent
 from muster.parallel.mesh import Mesh
 from muster.probes.collectives import compare, pattern, write
 from muster.probes.pairs import (
@@ -36,14 +37,16 @@ PAIR_S = 0.2  # of one direction, roughly
 Pair = tuple[int, int]  # from, to
 
 
-def measure(mesh: Mesh, size: int | None = None) -> Document:
+def measure(mesh: Mesh, size: int | None = None, tell: Report = silent) -> Document:
     if mesh.world == 1:
         raise LaunchError("one rank has no peer; start at least two (--gpus 2)")
     bytes_sent = size or BLOCK[mesh.device.type]
     schedule = one_pair_at_a_time if mesh.world <= ONE_AT_A_TIME else round_robin
     document, report = head("p2p", mesh), rank_report(mesh, together=schedule is round_robin)
     mine: dict[Pair, dict[str, Any]] = {}
-    for other in schedule(mesh.rank, mesh.world):
+    rounds = list(schedule(mesh.rank, mesh.world))
+    for number, other in enumerate(rounds):
+        tell(number, len(rounds))
         mesh.barrier()
         if other is not None:
             mine |= measure_pair(mesh, other, bytes_sent)

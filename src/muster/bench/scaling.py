@@ -22,6 +22,7 @@ from muster.bench.files import Document
 from muster.errors import LaunchError, MusterError
 from muster.hardware import affinity, inventory, rehearsal
 from muster.launch import local
+from muster.observe.progress import Report, silent
 from muster.observe.results import read_lines
 from muster.parallel.layout import layout_for
 from muster.recipe.batch import solve
@@ -74,9 +75,11 @@ def measure(
     kinds: Sequence[str],
     steps: int,
     folder: Path,
-    progress: Callable[[str], None] = lambda message: None,
+    say: Callable[[str], None] = lambda message: None,
+    tell: Report = silent,
 ) -> Document:
-    """Runs all points, one after another; their directories in `folder` are removed once read."""
+    """Runs all points, one after another; their directories in `folder` are removed once read. `say` gets the
+    result of each."""
     mine = Path(tempfile.mkdtemp(prefix="scaling-runs-", dir=folder))
     asked = [*overrides, *SHORT, f"training.steps={steps + WARM_UP}", f"logging.dir={mine}"]
     points = [(kind, ranks) for kind in kinds for ranks in worlds(most)]
@@ -87,10 +90,11 @@ def measure(
         raise
     rows: list[Document] = []
     for (kind, ranks), resolved in zip(points, recipes, strict=True):
+        tell(len(rows), len(points))
         row = next((r for r in rows if r["ranks"] == ranks == 1), None)
         if row is None:
             row = _point(resolved, ranks, most)
-            progress(f"{kind}, {ranks} rank(s): {row['samples_per_s']:.4g} samples/s")
+            say(f"{kind}, {ranks} rank(s): {row['samples_per_s']:.4g} samples/s")
         rows.append({**row, "kind": kind})
     shutil.rmtree(mine, ignore_errors=True)
     judge(rows)

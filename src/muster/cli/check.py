@@ -16,9 +16,9 @@ from muster.cli.common import (
     RehearseOption,
     begin_rehearsal,
     console,
-    working,
 )
 from muster.errors import MusterError
+from muster.observe.progress import working
 
 
 def check(

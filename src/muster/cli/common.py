@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +19,6 @@ if TYPE_CHECKING:
     from muster.api.run import Run
 
 console = Console(highlight=False)
-PATIENCE_S = 3.0  # of someone who sees nothing
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `latest`.")
@@ -65,24 +61,6 @@ def print_error(words: str) -> None:
     errors = Console(stderr=True, highlight=False)
     errors.print("[bold red]error:[/] ", end="")
     errors.print(words, soft_wrap=True, markup=False)
-
-
-@contextmanager
-def working(words: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on stderr that something takes its time: a terminal gets a status, with the batches that are done where
-    that is told; anything else gets the words, once, if it takes longer than `PATIENCE_S`."""
-    errors = Console(stderr=True, highlight=False)
-    if errors.is_terminal:
-        with errors.status(f"{words} …") as status:
-            yield lambda done, total: status.update(f"{words}: {done} of {total} batches …")
-        return
-    late = threading.Timer(PATIENCE_S, errors.print, [f"{words} …"], {"soft_wrap": True})
-    late.daemon = True
-    late.start()
-    try:
-        yield lambda done, total: None
-    finally:
-        late.cancel()
 
 
 def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:

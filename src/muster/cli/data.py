@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from muster.cli.common import SplitOption, console
+from muster.observe.progress import working
 from muster.workloads import Content
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def data_inspect(
     """Speech, text, chat rows or images: sizes, a histogram of lengths, duplicates, what cannot be read."""
     from muster.data.inspect import inspect
 
-    with _bar("decoding" if decode else "reading durations") as progress:
+    with working("decoding" if decode else "reading", "clips") as progress:
         parts, remarks = inspect(spec, kind, progress, decode)
     console.print(_table(parts))
     for part in parts:
@@ -66,17 +65,6 @@ def _table(parts: list[Inspection]) -> Table:
         rest = [f"{part.unreadable:,}", f"{len(part.twins):,}", both]
         table.add_row(part.split, *counts, *sizes, *rest)
     return table
-
-
-@contextmanager
-def _bar(words: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the error stream, so that the summary alone goes into a pipe."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(words)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 def _show(part: Inspection) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from muster.cli.common import CheckpointArgument, DirOption, console
 from muster.cli.use import AverageOption, CheckpointOption, checkpoint_path, say_which
+from muster.observe.progress import working
 
 
 def export(
@@ -32,8 +33,9 @@ def export(
     path = checkpoint_path(checkpoint, dir)
     from muster.inference.export import export_checkpoint
 
-    words = export_checkpoint(
-        path, folder, adapter=adapter, average=average, blend=blend, which=which
-    )
+    with working(f"exporting {checkpoint}", "parts") as tell:
+        words = export_checkpoint(
+            path, folder, adapter=adapter, average=average, blend=blend, which=which, tell=tell
+        )
     say_which(words)
     console.print(f"written to {folder}", soft_wrap=True)

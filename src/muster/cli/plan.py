@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from muster.api.plan import make_plan
-from muster.cli.common import Overrides, console, program, working
+from muster.cli.common import Overrides, console, program
 from muster.errors import RecipeError
+from muster.observe.progress import Report, silent, working
 from muster.planner.collector import collector_paused
 
 MOST_PER_NODE = 16  # that is suggested
@@ -105,8 +106,8 @@ def plan(
 
     planner, found, document = planned.planner, planned.found, planned.document
     if plot:
-        with working("planning for other numbers of GPUs"):
-            document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe)]
+        with working("planning for other numbers of GPUs", "numbers") as tell:
+            document["plots"] = [str(path) for path in _plot(plot, planner, found, recipe, tell)]
     if as_json:
         print(json.dumps(document, indent=2))
         return
@@ -144,7 +145,9 @@ def _list() -> None:
     console.print(table)
 
 
-def _plot(path: Path, planner: Planner, found: SearchResult, recipe: str) -> list[Path]:
+def _plot(
+    path: Path, planner: Planner, found: SearchResult, recipe: str, tell: Report = silent
+) -> list[Path]:
     from muster.planner.memory import GIB, PARTS
     from muster.planner.picture import draw_memory, draw_scaling
 
@@ -163,24 +166,25 @@ def _plot(path: Path, planner: Planner, found: SearchResult, recipe: str) -> lis
     drawn = draw_memory(
         path.with_name(f"{path.name}-memory"), stacks, planner.cluster.device.memory_gib, title
     )
-    points = _scaling(planner)
+    points = _scaling(planner, tell)
     here = (planner.cluster.world, best.samples_per_s)
     return drawn + draw_scaling(
         path.with_name(f"{path.name}-scaling"), {"planned": points}, "samples/s", title, chosen=here
     )
 
 
-def _scaling(planner: Planner) -> list[tuple[int, float]]:
+def _scaling(planner: Planner, tell: Report = silent) -> list[tuple[int, float]]:
     """The best plan's throughput on 1, 2, 4, … devices, up to twice the given number."""
     from muster.planner.search import search
     from muster.planner.time import Cluster
 
-    points, world = [], 1
     most = min(2 * planner.cluster.world, planner.subject.recipe.training.global_batch_size)
-    while world <= most:
+    worlds = [1 << power for power in range(most.bit_length())]
+    points = []
+    for number, world in enumerate(worlds):
+        tell(number, len(worlds))
         cluster = Cluster(planner.cluster.device, world, planner.cluster.per_node)
         found = search(planner.on(cluster))
         if found.best is not None:
             points.append((world, found.best.samples_per_s))
-        world *= 2
     return points

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from muster.cli.common import CheckpointArgument, DirOption, console, print_error, working
+from muster.cli.common import CheckpointArgument, DirOption, console, print_error
 from muster.data.corpus import Split
 from muster.errors import MusterError
 from muster.inference.subtitles import Format
+from muster.observe.progress import working
 
 
 def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
@@ -96,7 +97,7 @@ def evaluate(
 ) -> None:
     """Score a checkpoint on a split of its data, or a recogniser's Hugging Face folder on DATA."""
     options, path = decoding(decoder, ngram, beam), checkpoint_path(checkpoint, dir)
-    with working(f"scoring {checkpoint}") as progress:
+    with working(f"scoring {checkpoint}", "batches") as progress:
         from muster.inference.load import Recogniser, Trained, is_folder, load_folder, load_trained
         from muster.inference.score import score
         from muster.observe.scores import score_words
@@ -213,16 +214,20 @@ def transcribe(
         print()
         return
     failed = False
-    for number, found in enumerate(transcribe(recogniser, paths)):
-        if isinstance(found, MusterError):
-            failed = True
-            print_error(str(found))
-        elif places:
-            write(places[number], render(found, form))
-            print(places[number], flush=True)
-        else:
-            named = f"{found.file}: " if form == "text" and len(files) > 1 else ""
-            print(named + render(found, form), end="", flush=True)
+    with working("transcribing", "files") as tell:
+        tell(0, len(paths))
+        for number, found in enumerate(transcribe(recogniser, paths)):
+            with tell.paused():
+                if isinstance(found, MusterError):
+                    failed = True
+                    print_error(str(found))
+                elif places:
+                    write(places[number], render(found, form))
+                    print(places[number], flush=True)
+                else:
+                    named = f"{found.file}: " if form == "text" and len(files) > 1 else ""
+                    print(named + render(found, form), end="", flush=True)
+            tell(number + 1, len(paths))
     if failed:
         raise typer.Exit(1)
 

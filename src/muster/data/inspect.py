@@ -13,7 +13,7 @@ from muster.data.account import Account, not_used
 from muster.data.inspection import Inspection, find_duplicates, histogram, spread
 from muster.data.parquet import AUDIO_NAMES, holds_text, open_parquet
 from muster.data.problems import Problems
-from muster.data.speech.index import Progress
+from muster.data.progress import Progress
 from muster.data.splits import SPLITS
 from muster.data.text.conversations import are_chat, read_conversations
 from muster.data.text.documents import read_documents, row_name

@@ -83,7 +83,7 @@ def open_run(
     if existing:
         _check_same_maths(existing, recipe)
     if console:
-        _index_speech(recipe, console)
+        _index_speech(recipe)
     copied = (existing.info().get("task") or {}) if existing else {}
     if existing and changed_original(recipe, copied):
         newer = with_original(recipe, copied) if _nothing_done(existing, recipe) else None
@@ -231,12 +231,11 @@ def settle_task(recipe: Recipe) -> Recipe:
     return settle_options(recipe)
 
 
-def _index_speech(recipe: Recipe, console: Console) -> None:
+def _index_speech(recipe: Recipe) -> None:
     """Durations are read here, once and with a progress bar, rather than by the ranks."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
     from muster.data import corpus
     from muster.data.speech import index
+    from muster.observe.progress import working
     from muster.workloads import workload
 
     if workload(recipe.task).content != "speech":
@@ -247,15 +246,9 @@ def _index_speech(recipe: Recipe, console: Console) -> None:
         return  # the ranks copy it first
     splits: tuple[corpus.Split, ...] = ("train", "validation", "test")
     paths = [p for s in splits for p in corpus.split_files(*named, s, data.max_parquet_files)]
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress("indexing durations", *columns, console=console, transient=True) as progress:
-        bar = progress.add_task("", total=None)
-        index.ensure_index(
-            list(dict.fromkeys(paths)),
-            data.audio_column,
-            data.text_column,
-            progress=lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    files = list(dict.fromkeys(paths))
+    with working("indexing durations", "clips") as progress:
+        index.ensure_index(files, data.audio_column, data.text_column, progress=progress)
 
 
 def _check_same_maths(run: Run, recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ folder, or adapters."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.hybrid import without_head
+from muster.observe.progress import Report, silent
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
 from muster.tasks.chat import ChatLM
@@ -41,6 +43,7 @@ def export_checkpoint(
     average: int = 1,
     blend: float | None = None,
     which: str | None = None,
+    tell: Report = silent,
 ) -> str:
     """A run's checkpoint, by `choose`, or one `step-<n>` folder, for transformers or, `adapter`, for peft.
     Returns which it took.
@@ -57,11 +60,23 @@ def export_checkpoint(
         _export_adapter(saved, task, folder)
         return chosen.words
     base = None if blend is None else _pretrained(saved, task)
-    state = averaging.mean((whole(one, task) for one in chosen.all), average)
+    parts = len(chosen.all) + 1  # and what is written
+    read = (whole(one, task) for one in chosen.all)
+    state = averaging.mean(_counted(read, parts, tell), average)
     if base is not None and blend is not None:
         averaging.blend(state, base, blend)
+    tell(parts - 1, parts)
     _write(folder, task, state)
     return chosen.words
+
+
+def _counted(
+    read: Iterator[dict[str, Tensor]], parts: int, tell: Report
+) -> Iterator[dict[str, Tensor]]:
+    tell(0, parts)
+    for number, state in enumerate(read, 1):
+        yield state
+        tell(number, parts)
 
 
 def _write(folder: Path, task: Exported, state: dict[str, Tensor]) -> None:

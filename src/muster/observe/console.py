@@ -99,14 +99,19 @@ def follow(
     metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / EVENTS_FILE)
     # The last step; a run that starts again repeats those after its checkpoint.
     shown: float = math.inf
-    log = Log(folder / "ranks" / "0.log")
+    log, begun = Log(folder / "ranks" / "0.log", 2048 if ranks else 0), False
     show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
     with show:
         while True:
             now = state()
-            for words in log.new() if ranks else ():
-                show.print(words)
+            for words in log.new():
+                if ranks:
+                    show.print(words)
+                elif not begun:
+                    show.preparing(words.removeprefix("[Rank 0] "))
             for event in events.new():
+                if event["event"] in ("started", "restarting"):
+                    begun = event["event"] == "started"
                 shown = event["step"] if event["event"] == "started" else shown
                 show.event(event)
             for line in metrics.new():
@@ -191,19 +196,20 @@ class _Progress(Progress):
 
 
 class _Bar:
-    """A live line: step, loss, gradient norm, learning rate, speed, time left."""
+    """A live line: step, loss, gradient norm, learning rate, speed, time left; before the first step, what
+    rank 0 last said."""
 
     def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
         self.progress = _Progress(
             ranks,
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[head]}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=console,
         )
-        self.bar = self.progress.add_task("starting …", total=None, visible=False)
-        self.rehearsal = False
+        self.bar = self.progress.add_task("", total=None, head="starting …")
+        self.rehearsal, self.steps = False, 0
 
     def __enter__(self) -> _Bar:
         self.progress.start()
@@ -215,9 +221,8 @@ class _Bar:
     def event(self, event: dict[str, Any]) -> None:
         if event["event"] == "started":
             self.rehearsal = event.get("rehearsal", False)
-            self.progress.update(
-                self.bar, total=event["steps"], completed=event["step"], visible=True
-            )
+            self.steps = event["steps"]
+            self._go_to(event["step"], "")
         words = event_words(event)
         if event["event"] == "scoring":
             self.progress.update(self.bar, description=words)
@@ -228,8 +233,15 @@ class _Bar:
         self.progress.console.print(words, highlight=False, markup=False)
 
     def step(self, line: dict[str, Any]) -> None:
+        self._go_to(line["step"], step_words(line, self.rehearsal))
+
+    def preparing(self, words: str) -> None:
+        self.progress.update(self.bar, description=words)
+
+    def _go_to(self, step: int, words: str) -> None:
+        head = f"step {step}/{self.steps}"
         self.progress.update(
-            self.bar, completed=line["step"], description=step_words(line, self.rehearsal)
+            self.bar, total=self.steps, completed=step, description=words, head=head
         )
 
 
@@ -251,6 +263,9 @@ class _Lines:
             self.total, self.rehearsal = event["steps"], event.get("rehearsal", False)
         if words := event_words(event):
             self.print(words)
+
+    def preparing(self, words: str) -> None:
+        """Nothing: the log has it."""
 
     def step(self, line: dict[str, Any]) -> None:
         if time.monotonic() >= self.next or line["step"] == self.total:

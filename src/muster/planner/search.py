@@ -10,6 +10,7 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.models.norm import MaskedBatchNorm
+from muster.observe.progress import Report, silent
 from muster.parallel import float8
 from muster.parallel.blocks import Checkpointing
 from muster.parallel.conflicts import refuse_conflicts, refuse_tensor_conflicts
@@ -54,20 +55,23 @@ class SearchResult:
         return self.plans[0] if self.plans else None
 
 
-def search(planner: Planner, *, thorough: bool = True) -> SearchResult:
-    """`thorough`: also tensor and pipeline ranks, other activation checkpointing, and offload."""
-    return _Search(planner, thorough).run()
+def search(planner: Planner, *, thorough: bool = True, tell: Report = silent) -> SearchResult:
+    """`thorough`: also tensor and pipeline ranks, other activation checkpointing, and offload. `tell` is
+    called with the layouts that were looked at, of those that are known so far."""
+    return _Search(planner, thorough, tell).run()
 
 
 @dataclass
 class _Search:
     planner: Planner
     thorough: bool
+    tell: Report = silent
     fitting: list[Plan] = field(default_factory=list)
     closest: dict[str, Plan] = field(default_factory=dict)  # by strategy: what needs least
     rejected: dict[str, str] = field(default_factory=dict)
     conflict: RecipeError | None = None  # of the first layout that the recipe's settings exclude
     infeasible: bool = False  # some layout, without being evaluated
+    looked_at: int = 0
 
     def run(self) -> SearchResult:
         self._evaluate(self._layouts())
@@ -100,7 +104,11 @@ class _Search:
         return self.planner.cluster.world
 
     def _evaluate(self, layouts: Iterable[Layout], offload: bool = False) -> None:
-        for layout in layouts:
+        several = list(layouts)
+        known = self.looked_at + len(several)
+        for layout in several:
+            self.tell(self.looked_at, known)
+            self.looked_at += 1
             name = strategy_name(layout)
             if (reason := self._infeasible(layout, offload)) is not None:
                 self.rejected.setdefault(name, reason)

@@ -27,6 +27,7 @@ from muster import errors
 from muster.data.loader import Batch
 from muster.errors import MusterError
 from muster.models.plan import ParallelPlan
+from muster.observe.progress import Report, silent
 from muster.parallel import pipeline
 from muster.parallel.apply import apply
 from muster.parallel.blocks import checkpoint_activations
@@ -150,6 +151,7 @@ def simulate_all(
     microbatches: int = 1,
     accumulation: int = 1,
     ranks: Sequence[int] | None = None,
+    tell: Report = silent,
 ) -> list[Simulated]:
     """Each rank, or the representative ones, in a process of its own, which frees its memory."""
     if ranks is None:
@@ -162,10 +164,11 @@ def simulate_all(
     with ProcessPoolExecutor(PROCESSES, spawn, max_tasks_per_child=1) as pool:
         answers = [pool.submit(_run_in_process, rank, *args) for rank in ranks]
         try:
-            return [
-                _unwrap(rank, layout, answer.result())
-                for rank, answer in zip(ranks, answers, strict=True)
-            ]
+            found: list[Simulated] = []
+            for rank, answer in zip(ranks, answers, strict=True):
+                tell(len(found), len(ranks))
+                found.append(_unwrap(rank, layout, answer.result()))
+            return found
         except BrokenProcessPool:
             raise MusterError(
                 f"simulation of {layout}: a process was killed, most likely out of host memory; "

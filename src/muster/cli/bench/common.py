@@ -14,6 +14,7 @@ import typer
 from muster.bench.files import Document
 from muster.cli.common import begin_rehearsal, console
 from muster.errors import DataError, LaunchError
+from muster.observe.progress import working
 
 if TYPE_CHECKING:
     from muster.bench.results import Comparison
@@ -43,6 +44,8 @@ FIGURES = {
     "step_s": "the step time",
     "efficiency": "the efficiency",
 }
+
+UNITS = {"collectives": "rows", "p2p": "rounds", "overlap": "settings"}
 
 Nodes = tuple[int | None, int | None, str | None, int | None]
 
@@ -83,7 +86,8 @@ def measure_and_show(
         before = results.earlier(against, form, folder) if against else None
         if beforehand and not as_json:
             console.print(f"[dim]{beforehand}[/]")
-    document = benches.measure(form, options, ranks, node)
+    with working(f"measuring {form}", UNITS[form]) as tell:
+        document = benches.measure(form, options, ranks, node, tell=tell)
     if document is None:
         return None
     if rehearsal.active():

@@ -10,6 +10,7 @@ import typer
 
 from muster.cli.bench.common import FolderOption, JsonOption
 from muster.cli.common import console
+from muster.observe.progress import working
 
 LABELS = {
     "bf16_tflops": ("matrix product, bf16", "TFLOP/s"),
@@ -32,7 +33,8 @@ def device(
     """What this GPU (or, without one, the CPU) reaches, against its specification."""
     from muster.bench.device import bench
 
-    document, path = bench(folder, seconds)
+    with working("measuring", "measurements") as tell:
+        document, path = bench(folder, seconds, tell)
     if as_json:
         print(json.dumps(document, indent=2))
     else:

@@ -17,6 +17,7 @@ from muster.cli.bench.common import (
 )
 from muster.cli.common import Overrides, console
 from muster.errors import LaunchError
+from muster.observe.progress import working
 
 if TYPE_CHECKING:
     from muster.bench.results import Comparison
@@ -66,13 +67,16 @@ def scaling(
     before = results.earlier(against, "scaling", folder) if against else None
     kinds = ["weak", "strong"] if kind == "both" else [kind]
 
-    def tell(words: str) -> None:
-        if not as_json:
-            console.print(f"[dim]{words}[/]")
-
     recipe, changes = recipe_and(recipe, overrides)
     most = bench.most_ranks(gpus)
-    document = bench.measure(recipe, changes, most, kinds, steps, folder, tell)
+    with working("training", "runs") as tell:
+
+        def say(words: str) -> None:
+            if not as_json:
+                with tell.paused():
+                    console.print(f"[dim]{words}[/]")
+
+        document = bench.measure(recipe, changes, most, kinds, steps, folder, say, tell)
     finish(document, before, folder, as_json, _show, draw_scaling)
 
 

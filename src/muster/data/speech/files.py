@@ -15,8 +15,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from muster.data.parquet import ROW_GROUP_CACHE_BYTES, Cells
+from muster.data.progress import Progress
 from muster.data.speech.audio import Clip
-from muster.data.speech.index import Progress, index_tables, open_table
+from muster.data.speech.index import index_tables, open_table
 from muster.errors import DataError
 
 Key = tuple[int, int]  # file and row group

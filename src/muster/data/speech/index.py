@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from muster.data.cache import load_index, lock, save_index, stamp
 from muster.data.parquet import AudioTable, Cells, FileProblem, ParquetClips
+from muster.data.progress import Progress, log_tenths
 from muster.data.speech import audio
 from muster.data.speech.folder import FolderClips
 from muster.errors import DataError
@@ -37,9 +38,6 @@ LOCK_TIMEOUT_S = 1800.0  # then it is built twice, which is only slower
 
 File = tuple[str, int, int, str]
 """Name from the table's folder, bytes, time of change in ns, kind."""
-
-Progress = Callable[[int, int], None]
-"""Called with the rows done and the rows in all, from any thread, one call at a time."""
 
 
 @dataclass
@@ -163,7 +161,8 @@ def index_tables(
     takes microseconds. Every process begins with another file, so that concurrent ones share the
     work.
     """
-    counter = _Progress(sum(table.rows for table in tables), progress or _log_tenths())
+    tell = progress or log_tenths(log, "indexed the durations of %d of %d clips")
+    counter = _Progress(sum(table.rows for table in tables), tell)
     budget = _MemoryBudget(MAX_BYTES)
     order = np.roll(np.arange(len(tables)), os.getpid()).tolist()
     threads = min(16, os.cpu_count() or 1)
@@ -203,19 +202,6 @@ class _MemoryBudget:
             with self._condition:
                 self.used -= size
                 self._condition.notify_all()
-
-
-def _log_tenths() -> Progress:
-    begun, last = time.monotonic(), 0
-
-    def report(done: int, total: int) -> None:
-        nonlocal last
-        tenth = 10 * done // max(total, 1)
-        if tenth > last and time.monotonic() - begun > 1.0:  # not for cached indexes
-            log.info("indexed the durations of %d of %d clips (%d %%)", done, total, 10 * tenth)
-        last = tenth
-
-    return report
 
 
 def _load_or_build(

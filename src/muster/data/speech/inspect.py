@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from muster.data.inspection import Inspection, histogram, spread
 from muster.data.problems import Problems
+from muster.data.progress import Progress
 from muster.data.speech.files import AudioFiles, Rows
-from muster.data.speech.index import Progress
 from muster.data.speech.overlap import MOST_SECONDS, TICKS, clip_digest
 from muster.data.speech.vocabulary import normalise
 

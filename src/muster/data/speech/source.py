@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from muster.data.account import FileAccount
 from muster.data.overlap import Overlap
 from muster.data.problems import Problems
+from muster.data.progress import Progress
 from muster.data.speech import audio
 from muster.data.speech.files import AudioFiles, Rows, Texts
 from muster.data.speech.folder import FolderClips
-from muster.data.speech.index import Progress
 from muster.data.speech.overlap import clip_overlap
 from muster.data.speech.vocabulary import Vocabulary, normalise
 from muster.data.speech.windows import LONGEST

@@ -28,9 +28,10 @@ from muster.data.account import FileAccount
 from muster.data.loader import IGNORE
 from muster.data.overlap import Documents, Overlap, text_overlap
 from muster.data.problems import Problems
+from muster.data.progress import log_tenths
 from muster.data.text.chat_template import ChatTemplate
 from muster.data.text.conversations import ASSISTANT, read_conversations
-from muster.data.text.documents import row_name
+from muster.data.text.documents import count_rows, row_name
 from muster.data.text.packing import GrowingArray
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
@@ -317,8 +318,10 @@ def _write(
     kinds |= {"tokens": np.uint16 if tokenizer.size <= 2**16 else np.uint32, "replies": np.bool_}
     arrays = {name: GrowingArray(folder / f"{name}.npy", kind) for name, kind in kinds.items()}
     bad, rows = Problems(), 0
+    total, tell = sum(map(count_rows, paths)), log_tenths(log, "tokenized %d of %d chat rows")
     arrays["starts"].append([0])
     for conversation in read_conversations(paths, bad):
+        tell(rows, total)
         rows += 1
         try:
             encoded = list(encode(tokenizer, template, conversation.messages, conversation.tools))

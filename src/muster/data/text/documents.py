@@ -28,6 +28,17 @@ class Document:
     text: str
 
 
+def count_rows(path: Path) -> int:
+    """What `read_documents` and `read_conversations` go through: rows, lines, or one document."""
+    if path.suffix == ".parquet":
+        with open_parquet(path) as reader:
+            return int(reader.metadata.num_rows)
+    if path.suffix != ".jsonl":
+        return 1
+    with path.open("rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+
+
 def row_name(path: Path, row: int) -> str:
     """`/data/train-00003.parquet row 17`, for messages."""
     return f"{path} row {row}" if path.suffix in (".parquet", ".jsonl") else str(path)

@@ -32,8 +32,9 @@ from muster.data import cache
 from muster.data.account import FileAccount
 from muster.data.overlap import Documents, Overlap, text_key, text_overlap
 from muster.data.problems import Problems
+from muster.data.progress import log_tenths
 from muster.data.text.arrangement import Arrangement, Packing, arrange
-from muster.data.text.documents import Document, read_documents, row_name
+from muster.data.text.documents import Document, count_rows, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
 
@@ -288,10 +289,12 @@ def _make(
 ) -> None:
     writer = _StreamWriter(folder, tokenizer)
     bad, rows, empty = Problems(), 0, Counter[int]()
+    total, tell = sum(map(count_rows, paths)), log_tenths(log, "tokenized %d of %d documents")
     for texts in _groups(read_documents(paths, text_column, bad)):
         rows += len(texts)
         empty.update(document.file for document in texts if not document.text)
         writer.add([document for document in texts if document.text])
+        tell(rows, total)
     writer.close()
     about = {"rows": rows + bad.count, "bad": bad.to_json(), "empty": dict(empty)}
     (folder / "stream.json").write_text(json.dumps(about))
