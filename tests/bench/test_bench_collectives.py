@@ -292,9 +292,31 @@ def test_the_command_measures_keeps_draws_and_teaches(tmp_path):
     assert mine.measured["link_gb_per_s"] == best
 
 
+def _told(mesh, options):
+    told = []
+    rows = bench.measure(mesh, **options, tell=lambda *far: told.append(far))["rows"]
+    return told, len(rows)
+
+
+def test_every_row_is_told_before_it_is_measured(ranks):
+    options = {"only": ["broadcast", "all_reduce"], "smallest": 1024, "largest": 4096}
+    for told, rows in ranks(2)(_told, options):
+        assert told == [(done, rows) for done in range(rows)]
+
+
+def test_how_far_rank_0_is_comes_from_its_file_and_a_half_written_one_is_no_news(tmp_path):
+    told = []
+    path = tmp_path / "answer.progress"
+    for text in (None, "", "3", "3 48", "x y"):
+        if text is not None:
+            path.write_text(text)
+        bench_ranks._pass_on(path, lambda *far: told.append(far))
+    assert told == [(3, 48)]
+
+
 def test_a_measurement_is_set_beside_an_earlier_one(ranks, tmp_path, monkeypatch):
     document = ranks(2)(_measure, {"only": ["broadcast"], "smallest": 1024, "largest": 1024})[0]
-    monkeypatch.setattr(bench_ranks, "measure", lambda *_: document)
+    monkeypatch.setattr(bench_ranks, "measure", lambda *_, **__: document)
     asked = ["bench", "collectives", "--dir", str(tmp_path)]
     assert json.loads(CliRunner().invoke(app, [*asked, "--json"]).output) == document
     document["rows"][0]["time_us"] *= 3
@@ -311,7 +333,7 @@ def test_wrong_values_are_told_and_end_with_code_1(ranks, tmp_path, monkeypatch)
     """A real measurement with a broken collective, shown by the command."""
     options = {"only": ["all_reduce"], "smallest": 2**20, "largest": 2**20}
     document = ranks(2)(_flipped, options, "all_reduce", 100)[0]
-    monkeypatch.setattr(bench_ranks, "measure", lambda *_: document)
+    monkeypatch.setattr(bench_ranks, "measure", lambda *_, **__: document)
     done = CliRunner().invoke(app, ["bench", "collectives", "--dir", str(tmp_path)])
     assert done.exit_code == 1
     assert "wrong: all_reduce float32 in, 1M, rank 1: 1 of 262144 values" in done.output

@@ -122,7 +122,7 @@ def test_messages_are_sent_again_as_they_were(ranks):
 
 def shown(document: dict, monkeypatch, form: str, folder) -> str:
     """What the command makes of a measurement."""
-    monkeypatch.setattr(bench_ranks, "measure", lambda *_: document)
+    monkeypatch.setattr(bench_ranks, "measure", lambda *_, **__: document)
     done = CliRunner().invoke(app, ["bench", form, "--dir", str(folder)])
     assert done.exit_code == 0, done.output
     return done.output

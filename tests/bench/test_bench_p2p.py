@@ -99,7 +99,7 @@ def test_a_block_that_arrives_wrong_is_told_and_ends_with_code_1(ranks, tmp_path
     document = ranks(2)(_spoilt, 4096)[0]
     assert [row["wrong"] is None for row in document["rows"]] == [False, True]
     assert "the first at position 7" in document["rows"][0]["wrong"]
-    monkeypatch.setattr(bench_ranks, "measure", lambda *_: document)
+    monkeypatch.setattr(bench_ranks, "measure", lambda *_, **__: document)
     done = CliRunner().invoke(app, ["bench", "p2p", "--dir", str(tmp_path)])
     assert done.exit_code == 1
     assert "wrong: rank 0 → rank 1: 1 of 1024 values" in done.output

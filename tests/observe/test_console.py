@@ -3,10 +3,9 @@
 import json
 import os
 
-from rich.console import Console
-
 from muster.observe import console as shown
 from muster.observe.console import Tail, event_words, events_to_come, follow
+from muster.observe.terminal import Terminal
 
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
@@ -87,7 +86,7 @@ def test_following_shows_events_and_steps_until_the_run_ends(tmp_path, monkeypat
             )
         return now
 
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     assert follow(tmp_path, state, console) == "finished"
     assert console.export_text().splitlines() == [
         "4 rank(s), steps 0 to 2",
@@ -105,7 +104,7 @@ def test_a_run_that_starts_again_shows_only_the_steps_of_this_start(tmp_path, mo
     to_come = events_to_come(tmp_path)
     append(tmp_path / "events.jsonl", {**first, "step": 1, "steps": 3, "world": 2})
     append(tmp_path / "metrics.jsonl", {"step": 3, **STEP})
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     follow(tmp_path, lambda: "finished", console, events=to_come)
     said = [line.partition("  ")[0] for line in console.export_text().splitlines()]
     assert said == ["2 rank(s), steps 1 to 3", "step 2/3", "step 3/3"]
@@ -117,7 +116,7 @@ def test_a_rehearsal_shows_no_speed(tmp_path):
     append(tmp_path / "metrics.jsonl", {"step": 4, **STEP})
     for terminal in (False, True):
         file = (tmp_path / f"out-{terminal}").open("w+")
-        console = Console(width=200, file=file, force_terminal=terminal)
+        console = Terminal(width=200, file=file, force_terminal=terminal)
         follow(tmp_path, lambda: "stopped", console)
         file.seek(0)
         written = file.read()
@@ -129,7 +128,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
     append(tmp_path / "events.jsonl", {"event": "started", "step": 0, "steps": 9, "world": 1})
     append(tmp_path / "metrics.jsonl", {"step": 4, **STEP})
     file = (tmp_path / "out").open("w+")
-    console = Console(width=200, file=file, force_terminal=True)
+    console = Terminal(width=200, file=file, force_terminal=True)
     assert follow(tmp_path, lambda: "stopped", console) == "stopped"
     file.seek(0)
     written = file.read()
@@ -163,7 +162,7 @@ def test_before_the_first_step_a_terminal_shows_what_rank_0_last_said(tmp_path, 
         return now
 
     file = (tmp_path / "out").open("w+")
-    follow(tmp_path, state, Console(width=200, file=file, force_terminal=True))
+    follow(tmp_path, state, Terminal(width=200, file=file, force_terminal=True))
     assert next(words for words, _ in seen).endswith("tokenized 1 of 9 documents, starting")
     assert {head for _, head in seen} == {"starting …"}
     assert not any("earlier" in words for words, _ in seen)
@@ -192,7 +191,7 @@ def test_brackets_in_events_are_shown_as_they_are(tmp_path, monkeypatch):
     append(tmp_path / "events.jsonl", resumed)
     for terminal in (False, True):
         file = (tmp_path / "out").open("w+")
-        console = Console(width=200, file=file, force_terminal=terminal)
+        console = Terminal(width=200, file=file, force_terminal=terminal)
         follow(tmp_path, lambda: "failed", console)
         file.seek(0)
         assert "from [/a]/[bold]b" in file.read()

@@ -6,11 +6,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from muster.observe import console as shown
 from muster.observe.console import Log, event_words, follow
 from muster.observe.ranks import MOST, RankTable
+from muster.observe.terminal import Terminal
 
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
@@ -39,7 +39,7 @@ def write(
 
 
 def text_of(thing) -> str:
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(thing)
     return console.export_text()
 
@@ -111,7 +111,7 @@ def test_following_with_ranks_shows_them_and_the_log_with_and_without_a_terminal
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 4, **STEP}) + "\n")
     for terminal in (False, True):
         file = (tmp_path / "out").open("w+")
-        console = Console(width=200, file=file, force_terminal=terminal)
+        console = Terminal(width=200, file=file, force_terminal=terminal)
         follow(tmp_path, lambda: "stopped", console, RankTable(tmp_path / "ranks"))
         file.seek(0)
         written = file.read()
@@ -124,7 +124,7 @@ def test_following_with_ranks_shows_them_and_the_log_with_and_without_a_terminal
 def test_a_queued_run_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(shown, "POLL_S", 0.0)
     states = iter(["queued", "starting", "finished"])
-    console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(file=open(os.devnull, "w"))  # noqa: SIM115
     assert follow(tmp_path, lambda: next(states), console) == "finished"
 
 

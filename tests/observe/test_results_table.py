@@ -2,13 +2,12 @@
 
 import os
 
-from rich.console import Console
-
 from muster.observe.results_table import results_table
+from muster.observe.terminal import Terminal
 
 
 def text_of(thing, width: int = 300) -> str:
-    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Terminal(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(thing)
     return console.export_text()
 

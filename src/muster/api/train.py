@@ -202,7 +202,7 @@ def read_recipe(
         raise
     if console:
         for old, new in loaded.renamed.items():
-            console.print(f"[dim]{old} is read as {new}[/]")
+            console.print(f"{old} is read as {new}", style="dim", markup=False)
     return loaded.recipe
 
 

@@ -19,7 +19,7 @@ def show(report: Report, as_json: bool, console: Console) -> int:
         print(json.dumps(report.as_dict(), indent=2), flush=True)
         return 0 if report.fit else 1
     hosts = ", ".join(report.hosts) or "no host"
-    console.print(f"{report.world} rank(s) on {hosts}, {report.seconds:.1f} s", markup=False)
+    console.print(f"{report.world} rank(s) on {hosts}, {report.seconds:.1f} s")
     table = Table("step", "", "finding", show_lines=True)
     previous = ""
     for finding in report.findings:

@@ -6,14 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
 from muster.checks.context import Options
 from muster.checks.report import show
 from muster.checks.run import check
 from muster.errors import MusterError
 from muster.launch.join import is_rank
 from muster.launch.process import exit_without_cleanup
+from muster.observe.terminal import Terminal
 
 
 def main(arguments: Sequence[str] = ()) -> int:
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     code = 0
     try:
         if report := check(Options(asked.timeout, asked.recipe), asked.gpus):
-            code = show(report, asked.json, Console(highlight=False, width=wide))
+            code = show(report, asked.json, Terminal(width=wide))
     except MusterError as error:
         print(f"error: {error}", file=sys.stderr)
         code = 2

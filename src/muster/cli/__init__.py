@@ -72,5 +72,5 @@ def root(
     if version:
         from muster import __version__
 
-        console.print(f"muster {__version__}", highlight=False)
+        console.print(f"muster {__version__}")
         raise typer.Exit

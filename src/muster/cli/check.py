@@ -111,6 +111,7 @@ def _parity(
     import tempfile
 
     from rich.table import Table
+    from rich.text import Text
 
     if gpus == 1:
         raise MusterError("--parity compares ranks with one process; --gpus must be 2 or more")
@@ -135,12 +136,13 @@ def _parity(
             continue
         if "failed" in line:
             sound = False
-            table.add_row(line["strategy"], str(line["ranks"]), "", "", "", "[red]failed")
+            table.add_row(line["strategy"], str(line["ranks"]), "", "", "", Text("failed", "red"))
             notes.append(f"{line['strategy']} failed: {line['failed']}")
             continue
         sound &= line["agrees"]
         figures = [f"{line[key]:.1e}" for key in ("loss", "norm", "weights")]
-        verdict = "[green]agrees" if line["agrees"] else "[red]differs"
+        agrees = line["agrees"]
+        verdict = Text("agrees", "green") if agrees else Text("differs", "red")
         if "cause" in line:
             notes.append(f"{line['strategy']} differs: {line['cause']}")
         table.add_row(line["strategy"], str(line["ranks"]), *figures, verdict)
@@ -148,7 +150,7 @@ def _parity(
     console.print("largest relative difference from one process over 5 steps in float32")
     notes += [f"left out: {'; '.join(names)}: {why}" for why, names in left_out.items()]
     for note in notes:
-        console.print(note, style="dim", markup=False, soft_wrap=True)
+        console.print(note, style="dim", soft_wrap=True)
     if not sound:
         raise typer.Exit(1)
 

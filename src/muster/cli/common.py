@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from muster.data.corpus import Split
 from muster.errors import LaunchError
+from muster.observe.terminal import Terminal
 
 if TYPE_CHECKING:
     from muster import run_directory
     from muster.api.run import Run
 
-console = Console(highlight=False)
+console = Terminal()
 
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `latest`.")
@@ -58,9 +58,9 @@ SplitOption = Annotated[Split, typer.Option(help="Which part of the data.")]
 
 
 def print_error(words: str) -> None:
-    errors = Console(stderr=True, highlight=False)
-    errors.print("[bold red]error:[/] ", end="")
-    errors.print(words, soft_wrap=True, markup=False)
+    errors = Terminal(stderr=True)
+    errors.print("error: ", style="bold red", end="")
+    errors.print(words, soft_wrap=True)
 
 
 def begin_rehearsal(ranks: int, gpus: int | str | None) -> int:

@@ -45,7 +45,7 @@ def data_inspect(
     for part in parts:
         _show(part)
     for remark in remarks:
-        console.print(remark, markup=False, soft_wrap=True)
+        console.print(remark, soft_wrap=True)
 
 
 def _table(parts: list[Inspection]) -> Table:
@@ -73,11 +73,11 @@ def _show(part: Inspection) -> None:
     if part.longest:
         lines.append(f"longest: {part.longest}")
     for line in [*lines, *part.duplicates()]:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if part.unreadable:
-        console.print(f"[red]{part.unreadable:,} rows cannot be read[/]")
+        console.print(f"{part.unreadable:,} rows cannot be read", style="red")
         for problem in part.problems:
-            console.print(f"  {problem}", markup=False, soft_wrap=True)
+            console.print(f"  {problem}", soft_wrap=True)
     most = max((n for _, _, n in part.histogram), default=1)
     for start, end, count in part.histogram:
         span = f"{_length(start, part.unit):>9} – {_length(end, part.unit):>9} {part.unit}"

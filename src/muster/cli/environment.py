@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 
 from rich.table import Table
+from rich.text import Text
 
 from muster.cli.common import console
 
@@ -31,12 +32,12 @@ def show_environment(
     cores = found.cpu.describe() if found.cpu else f"{found.cpus} CPU cores"
     console.print(f"{found.describe()}, {cores}" if found.gpus else f"no GPU, {cores}")
     for line in found.describe_hidden():
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)
     table = Table("variable", "value", "set by", "why")
     for variable in wanted:
-        who = "[yellow]you[/]" if variable.set_by_user else "muster"
+        who = Text("you", "yellow") if variable.set_by_user else Text("muster")
         table.add_row(variable.name, variable.value, who, variable.reason)
     without = environment.left_out(found, ranks, strategy, nodes=nodes, master=master)
     for name, reason in without.items():
-        table.add_row(name, "", "[dim]left out[/]", f"[dim]{reason}[/]")
+        table.add_row(name, "", Text("left out", "dim"), Text(reason, "dim"))
     console.print(table)

@@ -55,13 +55,13 @@ def _read(log: str, root: Path) -> Report:
 
 
 def panel(report: Report) -> Panel:
-    """Without markup: errors of torch hold brackets."""
+    """Of Text alone: a panel reads a string in its title as markup."""
     from rich.panel import Panel
     from rich.text import Text
 
     if report.first is None:
         colour = "yellow" if report.state == "interrupted" else "green"
-        return Panel(_no_failure(report), title=report.source, border_style=colour)
+        return Panel(_no_failure(report), title=Text(report.source), border_style=colour)
     first, text = report.first, Text()
     text.append(first.sentence, style="bold")
     text.append(f"  ({first.location})\n" if first.location else "\n", style="dim")
@@ -78,7 +78,7 @@ def panel(report: Report) -> Panel:
         text.append(f"\nbefore that:\n{_restarts(report)}\n")
     text.append(_seen(report, 1 if report.cause else 0, "also in the log"), style="dim")
     text.rstrip()
-    return Panel(text, title=report.source, border_style="red")
+    return Panel(text, title=Text(report.source), border_style="red")
 
 
 def _no_failure(report: Report) -> Text:

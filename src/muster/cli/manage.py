@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Column, Table
+from rich.text import Text
 
 from muster.cli.common import DirOption, RunArgument, console, program, shown
 
@@ -44,7 +45,7 @@ def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None)
     elif results:
         console.print(results_table(results, name))
         if words := headline(run.path, name):
-            console.print(words, soft_wrap=True, markup=False)
+            console.print(words, soft_wrap=True)
         if results["checkpoint"]:
             _suggest(run, state)
     if state == "stopped" and run.signalled():
@@ -87,9 +88,9 @@ def _suggest(run: Run, state: str) -> None:
     }.get(recipe.task, own)
     if state == "stopped":
         commands[0] = (f"{muster} train {name}", "go on from where it stopped")
-    console.print("[bold]next:[/]")
+    console.print("next:", style="bold")
     for command, why in commands:
-        console.print(f"  {command}   [dim]# {why}[/]", soft_wrap=True)
+        console.print(Text.assemble(f"  {command}   ", (f"# {why}", "dim")), soft_wrap=True)
 
 
 def watch(

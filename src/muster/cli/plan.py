@@ -113,7 +113,7 @@ def plan(
         return
     plan_table.show(planner, found, recipe, changes, top)
     if explain:
-        console.print("\n[bold]The arithmetic[/]")
+        console.print("\nThe arithmetic", style="bold")
         for line in report.arithmetic(planner, planned.best):
             console.print(f"  {line}", soft_wrap=True)
     if simulate:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from muster.cli.common import console, program
 
 if TYPE_CHECKING:
@@ -23,9 +25,12 @@ def show(
     best, cluster = found.best, planner.cluster
     assert best is not None
     console.print(
-        f"[bold]{recipe}[/], {_count(planner.subject.parameters)} parameters, global batch "
-        f"{best.samples}, on {cluster.world} × {report.describe_device(cluster.device)}, "
-        f"{planner.precision}\n",
+        Text.assemble(
+            (recipe, "bold"),
+            f", {_count(planner.subject.parameters)} parameters, global batch "
+            f"{best.samples}, on {cluster.world} × {report.describe_device(cluster.device)}, "
+            f"{planner.precision}\n",
+        ),
         soft_wrap=True,
     )
     for line in report.decision_tree(planner, found):
@@ -50,11 +55,11 @@ def show(
     console.print(table)
     console.print(_parts(best, planner))
     if found.rejected:
-        console.print("\n[bold]Rejected[/]")
+        console.print("\nRejected", style="bold")
         for name, reason in found.rejected.items():
             console.print(f"  {name}: {reason}", soft_wrap=True)
     console.print()
-    console.print(_command(recipe, overrides, best, cluster), soft_wrap=True, markup=False)
+    console.print(_command(recipe, overrides, best, cluster), soft_wrap=True)
 
 
 def _count(number: int) -> str:
@@ -105,7 +110,8 @@ def show_simulation(results: list[dict[str, Any]], best: Plan) -> None:
 
     from muster.planner.memory import GIB
 
-    console.print("\n[bold]On a fake cluster[/]: the program, built and run for one step")
+    title = ("\nOn a fake cluster", "bold")
+    console.print(Text.assemble(title, ": the program, built and run for one step"))
     table = Table("rank", "layers", "parameters", "peak GiB", "of which", "messages", "GB sent")
     for result in results:
         parts = [f"{k} {v / GIB:.2f}" for k, v in result["at_peak"].items() if v > 0.005 * GIB]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.text import Text
 
 from muster.api.train import Started, rank_count, resolve, start, strategy_changes
 from muster.cli.common import (
@@ -32,6 +33,7 @@ from muster.errors import LaunchError, RecipeError
 if TYPE_CHECKING:
     from muster.hardware.inventory import Inventory
     from muster.launch.cluster import RankInfo
+    from muster.run_directory import Run
 
 
 def train(
@@ -127,8 +129,12 @@ def train(
     )
     if started.node.rank > 0:
         return _follow_node(started)
-    console.print(f"run [bold]{started.run.name}[/] on {_devices(started.found, started.ranks)}")
+    console.print(_run(started.run, f" on {_devices(started.found, started.ranks)}"))
     _follow(started, detach)
+
+
+def _run(run: Run, words: str) -> Text:
+    return Text.assemble("run ", (run.name, "bold"), words)
 
 
 def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
@@ -179,7 +185,7 @@ def _follow_node(started: Started) -> None:
     from muster.observe.failure import failure_panel
 
     run, node, process = started.run, started.node, started.supervisor
-    console.print(f"run [bold]{run.name}[/], log: {shown(run)}/{local.log_name(node)}")
+    console.print(_run(run, f", log: {shown(run)}/{local.log_name(node)}"))
     local.stop_on_signal(run)
     try:
         code = process.wait()
@@ -225,11 +231,11 @@ def _submit(
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
     job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)
     if on == "kubernetes":
-        console.print(kubernetes.submit(job), soft_wrap=True, markup=False)
+        console.print(kubernetes.submit(job), soft_wrap=True)
         return
     events = events_to_come(run.path)
     number = slurm.submit(job)
-    console.print(f"run [bold]{run.name}[/] is SLURM job {number}")
+    console.print(_run(run, f" is SLURM job {number}"))
     if detach:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from muster.cli.common import CheckpointArgument, DirOption, console, print_error
 from muster.data.corpus import Split
 from muster.errors import MusterError
 from muster.inference.subtitles import Format
 from muster.observe.progress import working
+from muster.observe.terminal import Terminal, write_text
 
 
 def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
@@ -51,8 +51,7 @@ AverageOption = Annotated[
 def say_which(words: str) -> None:
     """Which checkpoint of a run was taken, apart from the output."""
     if words:
-        errors = Console(stderr=True, highlight=False)
-        errors.print(f"checkpoint: {words}", soft_wrap=True, markup=False)
+        Terminal(stderr=True).print(f"checkpoint: {words}", soft_wrap=True)
 
 
 Decoder = Annotated[
@@ -122,14 +121,12 @@ def evaluate(
         edits = [f"{scores[f'word_{kind}']:.0f} {kind}" for kind in _EDITS]
         console.print(f"{scores['words']:.0f} words: {', '.join(edits)}")
     for remark in result.remarks:
-        console.print(remark, markup=False, soft_wrap=True)
+        console.print(remark, soft_wrap=True)
     for why, count in result.left_out.items():
-        console.print(f"not scored: {count} {why}", markup=False)
+        console.print(f"not scored: {count} {why}")
     said, heard = _WORDS.get(trained.task.facts.content, ("right", "found"))
     for example in result.worst[:worst]:
-        console.print(
-            f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n", markup=False
-        )
+        console.print(f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n")
 
 
 def _refuse_choice(path: Path, which: str | None, average: int) -> None:
@@ -210,7 +207,7 @@ def transcribe(
     say_which(recogniser.words)
     if live:
         for piece in stream(recogniser, sys.stdin.buffer):
-            print(piece, end="", flush=True)
+            write_text(piece, end="")
         print()
         return
     failed = False
@@ -223,10 +220,10 @@ def transcribe(
                     print_error(str(found))
                 elif places:
                     write(places[number], render(found, form))
-                    print(places[number], flush=True)
+                    write_text(str(places[number]))
                 else:
                     named = f"{found.file}: " if form == "text" and len(files) > 1 else ""
-                    print(named + render(found, form), end="", flush=True)
+                    write_text(named + render(found, form), end="")
             tell(number + 1, len(paths))
     if failed:
         raise typer.Exit(1)
@@ -294,9 +291,9 @@ def generate(
     for number, stream in enumerate(streams, 1):
         if samples > 1:
             print(f"--- {number} of {samples}")
-        print(prompt or "", end="", flush=True)
+        write_text(prompt or "", end="")
         for piece in stream:
-            print(piece, end="", flush=True)
+            write_text(piece, end="")
         print()
 
 
@@ -322,7 +319,7 @@ def _converse(trained: Any, messages: list[dict[str, str]], options: dict[str, A
         said = []
         try:
             for piece in generation.answer(trained, [*messages, question], **options, sample=turn):
-                print(piece, end="", flush=True)
+                write_text(piece, end="")
                 said.append(piece)
         except KeyboardInterrupt:  # enough of this answer
             pass

@@ -17,7 +17,6 @@ from typing import Any
 
 import psutil
 import torch
-from rich.console import Console
 
 from muster import run_directory
 from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
@@ -32,6 +31,7 @@ from muster.observe.console import events_to_come, follow
 from muster.observe.logs import set_up
 from muster.observe.profile_page import headline
 from muster.observe.results_table import results_table
+from muster.observe.terminal import Terminal
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved, load
 from muster.recipe.recorded import as_recorded
@@ -183,7 +183,7 @@ def idle_words(gpus: int, command: Sequence[str]) -> str | None:
 @contextmanager
 def _watched(run: run_directory.Run) -> Iterator[None]:
     """Show a run that this process is part of."""
-    console, ended = Console(), threading.Event()
+    console, ended = Terminal(), threading.Event()
 
     def state() -> str:
         return "ended" if ended.is_set() else "running"
@@ -199,7 +199,7 @@ def _watched(run: run_directory.Run) -> Iterator[None]:
     if results := run.results():
         console.print(results_table(results, str(run.path)))
     if words := headline(run.path, str(run.path)):
-        console.print(words, soft_wrap=True, markup=False)
+        console.print(words, soft_wrap=True)
 
 
 def train_spawned(recipe: str, overrides: Sequence[str] = ()) -> None:

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 from muster.observe.events import EVENTS_FILE
 from muster.observe.scores import score_words
+from muster.observe.terminal import printable
 
 if TYPE_CHECKING:
     from muster.observe.ranks import RankTable
@@ -108,7 +109,7 @@ def follow(
                 if ranks:
                     show.print(words)
                 elif not begun:
-                    show.preparing(words.removeprefix("[Rank 0] "))
+                    show.preparing(printable(words).removeprefix("[Rank 0] "))
             for event in events.new():
                 if event["event"] in ("started", "restarting"):
                     begun = event["event"] == "started"
@@ -202,7 +203,7 @@ class _Bar:
     def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
         self.progress = _Progress(
             ranks,
-            TextColumn("{task.fields[head]}"),
+            TextColumn("{task.fields[head]}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
@@ -230,7 +231,7 @@ class _Bar:
             self.print(words)
 
     def print(self, words: str) -> None:
-        self.progress.console.print(words, highlight=False, markup=False)
+        self.progress.console.print(printable(words))
 
     def step(self, line: dict[str, Any]) -> None:
         self._go_to(line["step"], step_words(line, self.rehearsal))
@@ -277,4 +278,4 @@ class _Lines:
                 self.print(f"  {words}")
 
     def print(self, words: str) -> None:
-        self.console.print(words, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(words), soft_wrap=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from muster.observe.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -49,14 +49,12 @@ def working(words: str, unit: str = "") -> Iterator[Working]:
     """Show on stderr that something takes its time, so that stdout has the result alone. A terminal gets a
     bar, which moves once it is told how much is done, and goes away at the end; anything else gets
     `words`, once, if it takes longer than `PATIENCE_S`."""
-    errors = Console(stderr=True, highlight=False)
+    errors = Terminal(stderr=True)
     if errors.is_terminal:
         with _bar(errors, unit) as bar:
             yield Working(bar, bar.add_task(words, total=None))
         return
-    late = threading.Timer(
-        PATIENCE_S, errors.print, [f"{words} …"], {"soft_wrap": True, "markup": False}
-    )
+    late = threading.Timer(PATIENCE_S, errors.print, [f"{words} …"], {"soft_wrap": True})
     late.daemon = True
     late.start()
     try:
@@ -65,7 +63,7 @@ def working(words: str, unit: str = "") -> Iterator[Working]:
         late.cancel()
 
 
-def _bar(console: Console, unit: str) -> Progress:
+def _bar(console: Terminal, unit: str) -> Progress:
     from rich.progress import (
         BarColumn,
         Progress,

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from muster.observe.results import read_last
@@ -56,7 +55,7 @@ class RankTable:
             rows = self.rows()
             self._table = Table(*self.COLUMNS, box=None, header_style="dim", pad_edge=False)
             for row in shown(rows):
-                self._table.add_row(*map(escape, row.cells()))
+                self._table.add_row(*row.cells())
             if len(rows) > MOST:
                 self._table.caption = f"the slowest {MOST} of {len(rows)} ranks"
         return self._table

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from muster.observe.events import Restart, count_words
@@ -34,21 +33,21 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         else:
             table.add_row(what, score_words(results["scores"]))
         for words in results.get("overlap", []):
-            table.add_row("", escape(words))
+            table.add_row("", words)
         for remark in results.get("remarks", []):
-            table.add_row("", escape(remark))
+            table.add_row("", remark)
         for why, count in results.get("not_scored", {}).items():
             if why.startswith("beyond"):
-                table.add_row("not scored", escape(f"{count} {why}"))
+                table.add_row("not scored", f"{count} {why}")
     if len(again) > SHOWN_RESTARTS:
         table.add_row(
             "restarted", f"{len(again) - SHOWN_RESTARTS} more times before, see events.jsonl"
         )
     for restart in (Restart(**facts) for facts in again[-SHOWN_RESTARTS:]):
-        table.add_row(restart.kind, escape(f"{restart.when()}: {restart.words()}"))
+        table.add_row(restart.kind, f"{restart.when()}: {restart.words()}")
     for answer in results.get("answers", []):
-        table.add_row("asked", escape(_end_of(answer["asked"])))
-        table.add_row("answered", escape(_start_of(answer["answer"])))
+        table.add_row("asked", _end_of(answer["asked"]))
+        table.add_row("answered", _start_of(answer["answer"]))
     if best:
         table.add_row("best checkpoint", best_words(best))
     speed = f"{rates['samples_per_s']:.1f} samples/s"
@@ -59,7 +58,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
     table.add_row("throughput", "not shown: ranks share GPUs" if rehearsal else speed)
     table.add_row(
         "ranks",
-        escape(f"{results['world_size']} ({', '.join(sorted(set(results['devices'])))})"),
+        f"{results['world_size']} ({', '.join(sorted(set(results['devices'])))})",
     )
     if balance:
         table.add_row(
@@ -70,15 +69,15 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         )
     for what, key in (("left out", "left_out"), ("cut", "cut")):
         if counts := results.get(key):
-            table.add_row(what, escape("; ".join(f"{n} {why}" for why, n in counts.items())))
+            table.add_row(what, "; ".join(f"{n} {why}" for why, n in counts.items()))
     memory, step = _held_against(results["measured"], results.get("planned", {}))
     table.add_row("memory per rank", memory)
     if step and not rehearsal:
         table.add_row("a step, the median", step)
-    table.add_row("everything is in", escape(folder))
-    table.add_row("checkpoint", escape(results["checkpoint"] or "none"))
+    table.add_row("everything is in", folder)
+    table.add_row("checkpoint", results["checkpoint"] or "none")
     if mirror := results.get("mirror"):
-        table.add_row("mirror", escape(_mirrored(mirror)))
+        table.add_row("mirror", _mirrored(mirror))
     return table
 
 

@@ -17,6 +17,7 @@ from muster.cli.bench.common import (
     measure_and_show,
     size_in,
     size_of,
+    tell,
     title,
 )
 from muster.cli.common import (
@@ -102,7 +103,7 @@ def collectives(
     if not rehearsal.active():
         words = save_for_planner(document, folder)
         if not as_json:
-            console.print(words, soft_wrap=True, markup=False)
+            console.print(words, soft_wrap=True)
     if wrong_rows(document):
         raise typer.Exit(1)
 
@@ -143,7 +144,7 @@ def _show(document: Document, comparison: Comparison | None) -> None:
         cells += [figure_of(row[f"{kind}_gb_per_s"]) for kind in ("algorithm", "bus")]
         table.add_row(*cells, style="red" if row["wrong"] else None)
     kinds = "" if several else f", {document['rows'][0]['dtype']}" if document["rows"] else ""
-    console.print(f"{title(document)}{kinds}", markup=False, soft_wrap=True)
+    console.print(f"{title(document)}{kinds}", soft_wrap=True)
     console.print(table)
     _tell_problems(document)
 
@@ -157,11 +158,9 @@ def _tell_problems(document: Document) -> None:
     for row in document["rows"]:
         for words in row["wrong"]:
             what = f"{row['collective']} {row['dtype']} {row['where']}, {size_of(row['bytes'])}"
-            console.print(f"[bold red]wrong:[/] {what}, {words}", soft_wrap=True)
+            tell("wrong:", f"{what}, {words}", "bold red")
     for row in document["left_out"]:
         what = f"{row['collective']} {row['dtype']} {row['where']}"
-        console.print(
-            f"not offered by {document['backend']}: {what} ({row['refused']})", markup=False
-        )
+        console.print(f"not offered by {document['backend']}: {what} ({row['refused']})")
     if fits := document["largest_that_fits"]:
         console.print(f"sizes above {size_of(fits)} left out: they do not fit into free memory")

@@ -85,9 +85,9 @@ def measure_and_show(
         prepare(folder)
         before = results.earlier(against, form, folder) if against else None
         if beforehand and not as_json:
-            console.print(f"[dim]{beforehand}[/]")
-    with working(f"measuring {form}", UNITS[form]) as tell:
-        document = benches.measure(form, options, ranks, node, tell=tell)
+            console.print(beforehand, style="dim")
+    with working(f"measuring {form}", UNITS[form]) as progress:
+        document = benches.measure(form, options, ranks, node, tell=progress)
     if document is None:
         return None
     if rehearsal.active():
@@ -104,14 +104,12 @@ def _show_values(document: Document, as_json: bool) -> None:
         print(json.dumps({"rehearsal": True, "ranks": document["ranks"], "rows": rows}, indent=2))
         return
     wrong = [row for row in rows if row["wrong"]]
-    console.print(f"{title(document)}: a rehearsal", markup=False, soft_wrap=True)
-    console.print(
-        f"{len(rows) - len(wrong)} of {len(rows)} rows have the right values", markup=False
-    )
+    console.print(f"{title(document)}: a rehearsal", soft_wrap=True)
+    console.print(f"{len(rows) - len(wrong)} of {len(rows)} rows have the right values")
     console.print("times are left out: ranks share GPUs", style="dim")
     for row in wrong:
         what = " ".join(str(row[name]) for name in document["keys"])
-        console.print(f"[bold red]wrong:[/] {what}: {row['wrong']}", soft_wrap=True)
+        tell("wrong:", f"{what}: {row['wrong']}", "bold red")
 
 
 def finish(
@@ -139,7 +137,7 @@ def finish(
     path = results.keep(document, folder)
     for file in (path, *draw(path.with_suffix(".png"), document)):
         if not as_json:
-            console.print(f"kept in {file}", soft_wrap=True, markup=False)
+            console.print(f"kept in {file}", soft_wrap=True)
     if problem:
         raise problem
 
@@ -178,6 +176,13 @@ def figure_of(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def tell(title: str, words: str, style: str = "yellow") -> None:
+    """One line under a table, with what kind it is in front."""
+    from rich.text import Text
+
+    console.print(Text.assemble((title, style), f" {words}"), soft_wrap=True)
+
+
 def title(document: Document) -> str:
     """One line: what was measured on."""
     hosts = document["hosts"]
@@ -191,11 +196,10 @@ def title(document: Document) -> str:
 def _tell(comparison: Comparison) -> None:
     """The verdict of --against in words; the ratios stand in the table."""
     for words in comparison.differs:
-        console.print(f"[yellow]not alike:[/] {words}", soft_wrap=True)
+        tell("not alike:", words)
     worse = comparison.worse()
     console.print(
         f"against {comparison.path}: {comparison.median:.2f} × {FIGURES[comparison.figure]} before, in the "
         f"median of {len(comparison.ratios)} rows; {len(worse)} of them worse by more than a tenth",
         soft_wrap=True,
-        markup=False,
     )

@@ -56,6 +56,6 @@ def _show(document: dict[str, Any], path: Path) -> None:
         reached = f"{figures[key] / peak:.0%}" if peak else "–"
         specified = f"{peak:,.4g}" if peak else "–"
         table.add_row(label, f"{figures[key]:,.3g} {unit}", specified, reached)
-    console.print(f"{document['title']}, torch {document['torch']}", markup=False)
+    console.print(f"{document['title']}, torch {document['torch']}")
     console.print(table)
-    console.print(f"kept in {path}", soft_wrap=True, markup=False)
+    console.print(f"kept in {path}", soft_wrap=True)

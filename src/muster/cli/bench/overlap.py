@@ -88,7 +88,7 @@ def _sizes(text: str) -> list[float]:
 def _show(document: dict[str, Any], comparison: Comparison | None) -> None:
     from rich.table import Table
 
-    console.print(f"{document['recipe']}: {title(document)}", markup=False)
+    console.print(f"{document['recipe']}: {title(document)}")
     heads = ["", "", "sent", "MB", "compute\nms", "alone\nms", "exposed\nms", "hidden"]
     table = Table(*heads, *(["before"] if comparison else []))
     for column in table.columns[2:]:

@@ -17,6 +17,7 @@ from muster.cli.bench.common import (
     measure_and_show,
     size_in,
     size_of,
+    tell,
     title,
 )
 from muster.cli.common import (
@@ -83,20 +84,20 @@ def _draw(path: Path, document: Document) -> list[Path]:
 
 
 def _show(document: Document, comparison: Comparison | None) -> None:
-    console.print(title(document), markup=False, soft_wrap=True)
+    console.print(title(document), soft_wrap=True)
     block = size_of(document["method"]["bytes"])
     _matrix(f"GB/s, {block} from each row to each column", document, "gb_per_s")
     _matrix("µs, half of a word there and back", document, "latency_us")
     for row in document["rows"]:
         if row["wrong"]:
             pair = f"rank {row['from']} → rank {row['to']}"
-            console.print(f"[bold red]wrong:[/] {pair}: {row['wrong']}", soft_wrap=True)
+            tell("wrong:", f"{pair}: {row['wrong']}", "bold red")
         ratio = comparison and comparison.ratios.get((row["from"], row["to"]))
         if ratio and comparison and (row["from"], row["to"]) in comparison.worse():
             words = f"rank {row['from']} → rank {row['to']}: {ratio:.2f} × the bandwidth before"
-            console.print(f"[yellow]slower:[/] {words}", soft_wrap=True)
+            tell("slower:", words)
     for link in document["slow"]:
-        console.print(f"[yellow]slow:[/] {link['words']}", soft_wrap=True)
+        tell("slow:", link["words"])
 
 
 def _matrix(words: str, document: Document, figure: str) -> None:

@@ -74,7 +74,7 @@ def scaling(
         def say(words: str) -> None:
             if not as_json:
                 with tell.paused():
-                    console.print(f"[dim]{words}[/]")
+                    console.print(words, style="dim")
 
         document = bench.measure(recipe, changes, most, kinds, steps, folder, say, tell)
     finish(document, before, folder, as_json, _show, draw_scaling)
@@ -90,7 +90,6 @@ def _show(document: dict[str, Any], comparison: Comparison | None) -> None:
     console.print(
         f"{document['recipe']} ({', '.join(used) or 'one rank'}) on {document['title']}, "
         f"{document['backend']}, torch {document['torch']}",
-        markup=False,
     )
     table = Table("", "ranks", "samples\n/s", "eff.", *(head for head, _ in PARTS.values()))
     if comparison:
