@@ -29,6 +29,9 @@ OPTIONAL = {  # imported there only, where the recipe asks for it, and named in 
     "triton": {"tasks/cross_entropy_kernels.py"},  # comes with torch for GPUs
     "scikit-learn": {"data/images/source.py", "data/images/files.py", "data/corpus.py"},
     "pillow": {"data/images/source.py", "data/images/files.py"},
+    "starlette": {"page/server.py"},
+    "uvicorn": {"page/server.py"},
+    "anyio": {"page/server.py"},  # comes with starlette
 }
 THROUGH = {"hydra-core": {"omegaconf", "pyyaml"}, "typer": {"click"}}
 
