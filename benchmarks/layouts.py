@@ -26,7 +26,7 @@ QUIET = (
     "evaluation.final=false",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 )
 
 

@@ -28,7 +28,7 @@ QUIET = (
     "evaluation.final=false",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
-    "logging.tensorboard=false",
+    "logging.to=[]",
     "data.cache_gib=0.5",
 )
 

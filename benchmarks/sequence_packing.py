@@ -33,7 +33,7 @@ COMMON = [
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
     "checkpoint.best=false",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 ]
 
 

@@ -33,7 +33,7 @@ QUIET = (
     "evaluation.final=false",
     "checkpoint.every_steps=null",
     "checkpoint.final=false",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 )
 
 

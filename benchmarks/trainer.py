@@ -73,7 +73,7 @@ training:
   compile: {str(args.compile).lower()}
 checkpoint: {{every_steps: null}}
 evaluation: {{every_steps: null}}
-logging: {{dir: {folder}, tensorboard: false}}
+logging: {{dir: {folder}, to: []}}
 """
     (folder / "recipe.yaml").write_text(text)
     return load(str(folder / "recipe.yaml"), [])

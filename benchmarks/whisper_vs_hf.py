@@ -113,7 +113,7 @@ training:
   max_grad_norm: 1.0
 checkpoint: {{every_steps: null}}
 evaluation: {{every_steps: null, final: false}}
-logging: {{dir: {folder}, tensorboard: false}}
+logging: {{dir: {folder}, to: []}}
 """
     (folder / "recipe.yaml").write_text(text)
     return load(str(folder / "recipe.yaml"), [])

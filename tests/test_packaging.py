@@ -23,15 +23,18 @@ ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {  # imported there only, where the recipe asks for it, and named in the error if absent
     "accelerate": {"hf_trainer.py"},
     "deepspeed": {"parallel/deepspeed.py"},
+    "mlflow-skinny": {"observe/trackers/mlflow.py"},
     "pandas": {"api/run.py"},
     "peft": {"models/lora.py"},
     "torchao": {"parallel/float8.py", "parallel/optimizers/adam8bit.py"},
+    "trackio": {"observe/trackers/trackio.py"},
     "triton": {"tasks/cross_entropy_kernels.py"},  # comes with torch for GPUs
     "scikit-learn": {"data/images/source.py", "data/images/files.py", "data/corpus.py"},
     "pillow": {"data/images/source.py", "data/images/files.py"},
     "starlette": {"page/server.py"},
     "uvicorn": {"page/server.py"},
     "anyio": {"page/server.py"},  # comes with starlette
+    "wandb": {"observe/trackers/wandb.py"},
 }
 THROUGH = {"hydra-core": {"omegaconf", "pyyaml"}, "typer": {"click"}}
 

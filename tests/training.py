@@ -16,7 +16,7 @@ from muster.training.job import Job
 from muster.training.loop import train
 from muster.worker.prepare import prepare
 
-SMALL = ["logging.tensorboard=false", "evaluation.every_steps=null", "checkpoint.every_steps=null"]
+SMALL = ["logging.to=[]", "evaluation.every_steps=null", "checkpoint.every_steps=null"]
 SPEECH = ("speech", "speech-streaming", "whisper-micro")
 
 

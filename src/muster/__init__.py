@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from muster.data.loader import Batch, Inputs, Source
     from muster.data.sources import ListSource
     from muster.errors import MusterError, RecipeError
+    from muster.observe.trackers.base import Tracker, TrackerRun
     from muster.tasks.base import Example, Score, Task
 
 __version__ = "0.1.0"
@@ -32,6 +33,8 @@ __all__ = [
     "Score",
     "Source",
     "Task",
+    "Tracker",
+    "TrackerRun",
     "check",
     "load",
     "plan",
@@ -51,6 +54,8 @@ _HOMES = {
     "Score": "muster.tasks.base",
     "Source": "muster.data.loader",
     "Task": "muster.tasks.base",
+    "Tracker": "muster.observe.trackers.base",
+    "TrackerRun": "muster.observe.trackers.base",
     "check": "muster.api.check",
     "load": "muster.api.load",
     "plan": "muster.api.plan",

@@ -74,8 +74,8 @@ def test_scoring_tells_how_far_it_is_at_intervals(tmp_path, monkeypatch):
     made.close()
 
 
-def observer(folder, rank: int = 0, start: int = 0, every: int = 10, board: bool = False):
-    return Observer(folder, rank, every_steps=every, tensorboard=board, start=start)
+def observer(folder, rank: int = 0, start: int = 0, every: int = 10, trackers=None):
+    return Observer(folder, rank, every_steps=every, start=start, trackers=trackers)
 
 
 def run(folder, steps, **options) -> Observer:
@@ -213,22 +213,6 @@ def test_a_stop_is_seen_by_rank_0(tmp_path):
     (tmp_path / STOP_FILE).touch()
     assert first.stop_requested()
     assert not other.stop_requested()
-
-
-def test_tensorboard_shows_the_steps_and_the_scores(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    made = observer(tmp_path, board=True)
-    made.step(record(1), Alone())
-    made.step(record(2, loss=math.pi), Alone())
-    made.evaluation(2, "validation", {"wer": 0.5, "words": 12})
-    made.close()
-    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    losses = board.Scalars("train/loss")
-    assert [e.step for e in losses] == [1, 2]
-    assert losses[1].value == pytest.approx(math.pi)
-    assert board.Scalars("validation/wer")[0].value == 0.5
-    assert "validation/words" not in board.Tags()["scalars"]
 
 
 def test_a_skipped_step_leaves_null_where_json_has_no_number(tmp_path):

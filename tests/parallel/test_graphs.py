@@ -20,7 +20,7 @@ COMMON = [
     "evaluation.every_steps=null",
     "evaluation.final=false",
     "checkpoint.every_steps=null",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 ]
 
 

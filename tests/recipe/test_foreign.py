@@ -72,7 +72,10 @@ def test_the_names_of_deepspeed_exist():
     ("key", "words"),
     [
         ("optim", "optim of TrainingArguments is training.optimizer here"),
-        ("training.report_to", "nothing here is like report_to of TrainingArguments: metrics go"),
+        (
+            "training.report_to",
+            "report_to of TrainingArguments is logging.to here (a list: [tensorboard, ",
+        ),
         ("greater_is_better", "nothing here is like greater_is_better"),
         ("per_device_eval_batch_size", "is evaluation.batch_size here"),
         ("learning_rate", "is training.lr here"),
@@ -146,7 +149,7 @@ data.specaugment=data.spec_augment distributed.stategy=distributed.strategy
 distributed.tensor_parallel=distributed.tensor distributed.pipelines=distributed.pipeline
 distributed.fsdp.offload=distributed.fsdp.cpu_offload checkpoint.every_step=checkpoint.every_steps
 checkpoint.async=checkpoint.asynchronous evaluation.every=evaluation.every_steps
-logging.directory=logging.dir logging.tensorbord=logging.tensorboard model.presets=model.preset
+logging.directory=logging.dir logging.tensorbord=logging.to model.presets=model.preset
 model.pretraind=model.pretrained model.heads=model.shape.heads model.lora.target=model.lora.targets
 lr=training.lr steps=training.steps strategy=distributed.strategy seeds=seed
 batch_size=training.global_batch_size global_batch=training.global_batch_size

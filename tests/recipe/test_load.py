@@ -182,10 +182,10 @@ def test_a_later_override_wins() -> None:
 
 
 def test_a_mapping_override_keeps_the_other_keys_of_the_section(folder: Path) -> None:
-    write(folder, mine=BASE + "logging: {dir: here, tensorboard: false}\n")
+    write(folder, mine=BASE + "logging: {dir: here, to: []}\n")
     logging = load("mine.yaml", ["logging={dir: there}"]).logging
-    assert (logging.dir, logging.tensorboard) == ("there", False)
-    assert load("mine.yaml", ["logging={}"]).logging.tensorboard is False
+    assert (logging.dir, logging.to) == ("there", [])
+    assert load("mine.yaml", ["logging={}"]).logging.to == []
 
 
 def test_a_folder_named_like_a_key_does_not_change_what_an_override_means(folder: Path) -> None:

@@ -53,7 +53,7 @@ task_options: {depth: 3}
 training: {steps: 4, global_batch_size: 8, precision: fp32, lr: 1.0e-2, warmup_steps: 0}
 checkpoint: {every_steps: 2}
 evaluation: {every_steps: null}
-logging: {tensorboard: false}
+logging: {to: []}
 """
 
 

@@ -184,7 +184,7 @@ def test_a_model_of_images_is_not_cut():
         made.build_part(0, 1)
 
 
-SMALL = ["logging.tensorboard=false", "checkpoint.every_steps=null", "training.precision=fp32"]
+SMALL = ["logging.to=[]", "checkpoint.every_steps=null", "training.precision=fp32"]
 
 
 def run(mesh: Any, folder: str, recipe: str, overrides: list[str]) -> tuple[Any, Any]:

@@ -43,7 +43,7 @@ PLAIN = (
     "training.per_device_batch_size=auto",
     "checkpoint.every_steps=null",
     "checkpoint.resume=auto",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 )
 
 

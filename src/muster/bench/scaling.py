@@ -46,7 +46,7 @@ SHORT = (
     "checkpoint.resume=auto",
     "evaluation.every_steps=null",
     "evaluation.final=false",
-    "logging.tensorboard=false",
+    "logging.to=[]",
 )
 
 

@@ -27,7 +27,7 @@ READ_S = 3.0
 MAX_BATCHES = 64  # batches
 INDEX_S = 600.0
 
-QUIET = ["logging.tensorboard=false", "checkpoint.resume=auto", "checkpoint.every_steps=null"]
+QUIET = ["logging.to=[]", "checkpoint.resume=auto", "checkpoint.every_steps=null"]
 
 
 def measure(context: RankContext) -> RankReport:

@@ -215,7 +215,7 @@ def short_recipe(overrides: Sequence[str]) -> list[str]:
         "checkpoint.final=false",
         "evaluation.every_steps=null",
         "evaluation.final=false",
-        "logging.tensorboard=false",
+        "logging.to=[]",
         *overrides,
     ]
 

@@ -294,9 +294,7 @@ def _job(
     if mesh.first:
         planned = json.loads((run.path / "plan.json").read_text())
         write_json(run.path / "plan.json", planned | {"strategy": STRATEGY})
-    observer = Observer(
-        run.path, mesh.rank, every_steps=recipe.logging.every_steps, tensorboard=False, start=0
-    )
+    observer = Observer(run.path, mesh.rank, every_steps=recipe.logging.every_steps, start=0)
     if mesh.first:
         observer.event("data", lines=write_data(run, task, recipe))
     observer.event("started", step=0, steps=steps, world=mesh.world)

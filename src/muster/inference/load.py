@@ -21,6 +21,7 @@ from muster.models.huggingface.speech_folder import has_head, is_speech_encoder
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.parallel.materialise import materialise, restore_buffers
+from muster.recipe.aliases import as_named_today
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
@@ -100,7 +101,7 @@ def trained_task(
     for section, changes in (("evaluation", evaluation), ("data", data), ("model", model)):
         document[section] |= changes or {}
     try:
-        recipe = Recipe.model_validate(document)
+        recipe = Recipe.model_validate(as_named_today(document))
     except ValueError as error:
         raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
     return build_task(recipe, json.loads((saved.path / "assets.json").read_text()))

@@ -19,6 +19,8 @@ from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
 from muster.observe.events import write_event
 from muster.observe.results import STOP_FILE
+from muster.observe.trackers.base import Status
+from muster.observe.trackers.trackers import Trackers
 
 SCORING_EVERY_S = 5.0
 
@@ -95,7 +97,13 @@ def memory_gib() -> float:
 
 class Observer:
     def __init__(
-        self, folder: Path, rank: int, *, every_steps: int, tensorboard: bool, start: int
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        every_steps: int,
+        start: int,
+        trackers: Trackers | None = None,
     ) -> None:
         self.folder, self.rank, self.every_steps = folder, rank, every_steps
         self.balance = Balance()
@@ -103,30 +111,25 @@ class Observer:
         self._fresh = True
         self._ranks = _append(folder / "ranks" / f"{rank}.jsonl", start)
         self._metrics: IO[str] | None = None
-        self._tensorboard: Any = None
+        self._trackers = trackers
         if rank == 0:
             self._metrics = _append(folder / "metrics.jsonl", start)
-            if tensorboard:
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
 
     def step(self, record: StepRecord, ranks: Ranks) -> None:
         """A step's lines; with the others, at intervals."""
         self.write(record)
         if record.step % self.every_steps == 0:
             self.flush(ranks)
+            if self._trackers:
+                self._trackers.metrics(record.step, "balance", self.balance.summary())
 
     def write(self, record: StepRecord) -> None:
         line = record.metrics()
         if self._metrics:
             self._metrics.write(json.dumps(line) + "\n")
             self._metrics.flush()
-        if self._tensorboard:
-            for name in ("loss", "grad_norm", "lr", "samples_per_s"):
-                if line[name] is None:
-                    continue
-                self._tensorboard.add_scalar(f"train/{name}", line[name], record.step)
+        if self._trackers:
+            self._trackers.metrics(record.step, "train", line)
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))
         times["memory_gib"] = line["memory_gib"]
@@ -175,10 +178,8 @@ class Observer:
         """`choice`: by which score a checkpoint is chosen, and whether this is the best so far."""
         told = {"remarks": list(remarks)} if remarks else {}
         self.event("evaluation", step=step, split=split, scores=scores, **told, **choice)
-        if self._tensorboard:
-            for name in ("wer", "cer", "perplexity", "bits_per_byte", "accuracy"):
-                if name in scores:
-                    self._tensorboard.add_scalar(f"{split}/{name}", scores[name], step)
+        if self._trackers:
+            self._trackers.evaluation(step, split, scores, remarks)
 
     def event(self, what: str, **details: Any) -> None:
         """Rank 0 writes it to events.jsonl."""
@@ -195,12 +196,15 @@ class Observer:
         """By `muster stop`, or by a signal to this rank."""
         return stopping.asked.is_set() or (self.rank == 0 and (self.folder / STOP_FILE).exists())
 
+    def end_trackers(self, status: Status) -> None:
+        """Waits for them, within limits."""
+        if self._trackers:
+            self._trackers.close(status)
+
     def close(self) -> None:
         self._ranks.close()
         if self._metrics:
             self._metrics.close()
-        if self._tensorboard:
-            self._tensorboard.close()
 
 
 def _append(path: Path, start: int) -> IO[str]:

@@ -6,6 +6,7 @@ before anything is validated, so that the rest of muster only ever sees one spel
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ TABLE: tuple[Alias, ...] = (
     Alias("training.max_steps", "training.steps"),
     Alias("training.max_parquet_files", "data.max_parquet_files"),
     Alias("data.max_files", "data.max_parquet_files"),
+    Alias("logging.tensorboard", "logging.to", when={True: ["tensorboard"], False: []}),
 )
 
 
@@ -171,6 +173,13 @@ def translate(document: dict[str, Any]) -> dict[str, str]:
     return renamed
 
 
+def as_named_today(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe of a checkpoint, which a muster with older key names may have written."""
+    renamed = copy.deepcopy(dict(document))
+    translate(renamed)
+    return renamed
+
+
 def alias_table() -> str:
     """The table as markdown, for the manual."""
     lines = ["| older name | key |", "|---|---|"]
@@ -195,6 +204,8 @@ def alias_table() -> str:
 
 
 def _yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_yaml, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -95,6 +95,8 @@ def _words(option: dict[str, Any]) -> str:
         return either(choices)
     if "words" in option:
         return str(option["words"])
+    if "anyOf" in option:
+        return either([word for one in option["anyOf"] for word in _choices(one) or [_words(one)]])
     kind = option["type"]
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _bounds(option)

@@ -15,7 +15,7 @@ from muster.recipe.foreign_frameworks import FRAMEWORKS, Foreign
 BEST = (
     "on by default; eval, export, generate and transcribe take the best, the run goes on to its end"
 )
-TRACKERS = "metrics go to metrics.jsonl and, by logging.tensorboard, to TensorBoard"
+TRACKERS = "a list: [tensorboard, wandb, mlflow, trackio]"
 UPLOADS = "nothing is uploaded; `muster export` writes a folder that transformers loads"
 NO_FRACTION = "a number of steps, not a fraction of them"
 FSDP2 = "sharding is PyTorch's fully_shard (FSDP2), which leaves nothing to choose here"
@@ -67,7 +67,7 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("save_only_model", note="`muster export` writes the weights alone"),
         Foreign("resume_from_checkpoint", "checkpoint.resume"),
         Foreign("logging_steps logging_strategy", note="metrics.jsonl has a line for every step"),
-        Foreign("report_to", note=TRACKERS),
+        Foreign("report_to", "logging.to", TRACKERS),
         Foreign("push_to_hub hub_model_id", note=UPLOADS),
         Foreign("dataloader_num_workers", "data.workers"),
         Foreign("dataloader_prefetch_factor", "data.prefetch"),
@@ -165,8 +165,8 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("activation_checkpoint.mode", "training.activation_checkpointing"),
         Foreign("compile.enable", "training.compile"),
         Foreign("enable_profiling profile_freq", "logging.profile"),
-        Foreign("enable_tensorboard", "logging.tensorboard"),
-        Foreign("enable_wandb", note=TRACKERS),
+        Foreign("enable_tensorboard", "logging.to", TRACKERS),
+        Foreign("enable_wandb", "logging.to", TRACKERS),
         Foreign("metrics.log_freq", note="metrics.jsonl has a line for every step"),
         Foreign("validation.freq", "evaluation.every_steps"),
         Foreign("validation.dataset", "data.validation"),
@@ -202,7 +202,11 @@ TABLE: dict[str, tuple[Foreign, ...]] = {
         Foreign("early_stopping_patience", "training.early_stopping.patience"),
         Foreign("group_by_length", "data.pool_batches", "speech: similar lengths, by default"),
         Foreign("flash_attention xformers_attention", note=KERNELS),
-        Foreign("wandb_project wandb_entity wandb_name wandb_mode", note=TRACKERS),
+        Foreign("wandb_name", "name"),
+        Foreign(
+            "wandb_project wandb_entity wandb_mode",
+            note="the environment variables WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE, with logging.to=[wandb]",
+        ),
     ),
     "transformers' config.json": (
         Foreign("n_layer num_hidden_layers", "model.shape.layers"),

@@ -68,16 +68,27 @@ def find_from_here() -> None:
 
 
 def located(recipe: Recipe, folders: Sequence[Path], *, must_exist: bool = True) -> Recipe:
-    """A file's path made absolute: the first of `folders` that has it."""
-    own = parse(recipe.task)
+    """The file of its task, and those of its trackers, by their absolute paths: the first of `folders` that
+    has it."""
+    names = [_located("logging.to", name, folders, must_exist) for name in recipe.logging.to]
+    if names != recipe.logging.to:
+        recipe = recipe.model_copy(
+            update={"logging": recipe.logging.model_copy(update={"to": names})}
+        )
+    task = _located("task", recipe.task, folders, must_exist)
+    return recipe if task == recipe.task else _with_task(recipe, task)
+
+
+def _located(key: str, name: str, folders: Sequence[Path], must_exist: bool) -> str:
+    own = parse(name)
     if own is None or not own.is_file:
-        return recipe
+        return name
     places = [(folder / Path(own.place).expanduser()).absolute() for folder in folders]
     found = next((place for place in places if place.is_file()), places[0])
     if must_exist and not found.is_file():
         looked = " or ".join(dict.fromkeys(str(place.parent) for place in places))
-        raise RecipeError(f"task: no file {Path(own.place).name} in {looked}")
-    return _with_task(recipe, f"{found}:{own.name}")
+        raise RecipeError(f"{key}: no file {Path(own.place).name} in {looked}")
+    return f"{found}:{own.name}"
 
 
 def shown(recipe: Recipe, folder: Path) -> Recipe:

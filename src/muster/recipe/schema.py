@@ -29,6 +29,10 @@ OwnTaskName = Annotated[
     ),
 ]
 
+OwnTrackerName = Annotated[
+    str, Field(pattern=r"^[^:]+:[A-Za-z_]\w*$", json_schema_extra={"words": "FILE.py:CLASS"})
+]
+
 
 class Checkpoint(Section):
     every_steps: Positive | None = free(500, description="`null`: only at the end.")
@@ -145,7 +149,11 @@ class Evaluation(Section):
 
 class Logging(Section):
     dir: str = free("runs", description="Folder for run directories.")
-    tensorboard: bool = free(True, description="Also write TensorBoard events.")
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"] | OwnTrackerName] = free(
+        ["tensorboard"],
+        description="Trackers that show the metrics elsewhere; your own is `FILE.py:CLASS` or "
+        "`package.module:CLASS`. What they do or fail to do never stops or slows training (docs/trackers.md).",
+    )
     report: bool = free(True, description="Write the run's page as `report.html` when it ends.")
     every_steps: Positive = free(10, description="Steps between gathering step times of all ranks.")
     profile: Count = free(
@@ -153,6 +161,13 @@ class Logging(Section):
         description="Steps to record with PyTorch's profiler, after 3 that are not: a trace per rank "
         "and a summary in the run's `profile/`. 0: none.",
     )
+
+    @field_validator("to")
+    @classmethod
+    def _each_once(cls, to: list[str]) -> list[str]:
+        if twice := sorted({name for name in to if to.count(name) > 1}):
+            raise ValueError(f"{twice[0]} is there twice; name it once")
+        return to
 
 
 class Recipe(Section):

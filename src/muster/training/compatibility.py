@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from muster.errors import CheckpointError
+from muster.recipe.aliases import as_named_today
 from muster.recipe.describe import keys
 from muster.recipe.own_task import parse
 from muster.recipe.recorded import as_recorded
@@ -19,7 +20,7 @@ def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
     """Keys that change the result must be the same; the layout may change."""
     document = json.loads((saved.path / "recipe.json").read_text())
     with suppress(ValueError):  # newer keys get their defaults; else unchanged
-        document = as_recorded(Recipe.model_validate(document)).as_dict()
+        document = as_recorded(Recipe.model_validate(as_named_today(document))).as_dict()
     for key in (key.name for key in keys().values() if key.resume == "fixed"):
         before, now = _get(document, key), _get(recipe, key)
         if key == "data.lowercase":  # resolve `auto`

@@ -38,6 +38,7 @@ from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.own_task import comparable
 from muster.recipe.schema import Recipe
+from muster.training.job import Job
 from muster.training.loop import train
 from muster.worker.prepare import open_task, prepare
 from muster.worker.results import finish
@@ -65,13 +66,17 @@ def run_rank(
     )
     device = measure_device(mesh.device)
     heartbeat.measure(device.latest)
+    job: Job | None = None
     try:
         job = prepare(recipe, mesh, run, task)
         results = finish(job, run, train(job))
     except BaseException as error:
         record_error(run.path, rank_info.rank, error)
-        if not isinstance(error, StartAgain):
+        again = isinstance(error, StartAgain)
+        if not again:
             heartbeat.failed(error)
+        if job is not None:
+            job.observer.end_trackers("restarts" if again else "failed")
         raise
     finally:
         device.stop()

@@ -23,6 +23,7 @@ from muster.observe.choices import read_choices, write_choices
 from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
+from muster.observe.trackers.trackers import Trackers
 from muster.parallel import compilation
 from muster.parallel.apply import apply
 from muster.parallel.compilation import CompilationError
@@ -94,8 +95,10 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
         run.path,
         mesh.rank,
         every_steps=recipe.logging.every_steps,
-        tensorboard=recipe.logging.tensorboard,
         start=resumed.step,
+        trackers=Trackers(recipe.logging.to, run.path, recipe.as_dict(), resumed.step)
+        if mesh.first
+        else None,
     )
     parameters = parameter_count(task)
     expected = decision.expected

@@ -8,7 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -134,6 +134,8 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     said = answers(job, scored) if _is_scored(job, done) else []
     if not job.mesh.first:
         return {}
+    beat("ending the trackers")
+    job.observer.end_trackers(_status(job, done))
     changes: dict[str, Any] = {}
     if final is not None and best is not None:
         changes["last_scores"] = final.scores
@@ -196,6 +198,10 @@ def write_results(
     return results
 
 
+def _status(job: Job, done: int) -> Literal["finished", "stopped"]:
+    return "finished" if done == job.steps or job.ended_early else "stopped"
+
+
 def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     """The contents of training_results.json without the scores."""
     planned = json.loads((run.path / PLAN_FILE).read_text())
@@ -206,7 +212,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     whole = complete_steps(run.path)
     chosen = best_step(job.checkpoints.root)
     return {
-        "status": "finished" if done == job.steps or job.ended_early else "stopped",
+        "status": _status(job, done),
         "total_time_s": time.time() - run.info()["created"],
         "world_size": job.mesh.world,
         "devices": environment["devices"],

@@ -1,0 +1,50 @@
+"""Weights & Biases, by its own environment variables: WANDB_API_KEY, WANDB_PROJECT, WANDB_MODE and others."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from muster.observe.trackers.base import PROJECT, Status, Tracker, TrackerRun
+
+
+class WeightsAndBiases(Tracker):
+    def start(self, run: TrackerRun) -> str:
+        import wandb
+
+        # Only the recipe and the metrics are sent: no console output, source code, command line, list of
+        # packages, name of the user or load of the machine.
+        settings = wandb.Settings(
+            console="off",
+            disable_code=True,
+            disable_git=True,
+            disable_job_creation=True,
+            save_code=False,
+            silent=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+        )
+        mode = os.environ.get("WANDB_MODE", "online")
+        if mode == "online" and not wandb.Api(timeout=5).api_key:
+            raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.name,
+            id=run.id,
+            resume="allow",
+            dir=str(run.folder),
+            config=run.recipe,
+            settings=settings,
+        )
+        return str(self._run.id)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        self._run.log(values, step=step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._run.summary[name] = text
+
+    def finish(self, status: Status) -> None:
+        self._run.finish(exit_code=1 if status == "failed" else 0)
