@@ -58,7 +58,7 @@ def lines(tmp_path):
 
 
 def line(step: int, **changes) -> dict:
-    return {"step": step, "epoch": 0, "loss": 1 / step, "lr": 1e-3, **changes}
+    return {"step": step, "time": 1.8e9, "epoch": 0, "loss": 1 / step, "lr": 1e-3, **changes}
 
 
 def calls(folder) -> list[list]:

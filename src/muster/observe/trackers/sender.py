@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 QUEUE = 20_000  # points; about 10 MB
 EVERY_S = 1.0  # between calls of the tracker
-NOT_METRICS = {"step", "skipped", "profiled"}  # of a line of metrics.jsonl
+NOT_METRICS = {"step", "time", "skipped", "profiled"}  # of a line of metrics.jsonl
 COUNTS = ("words", "word_", "char", "clips", "exact_clips", "units")  # scores that compare nothing
 
 
