@@ -26,6 +26,7 @@ OPTIONAL = {  # imported there only, where the recipe asks for it, and named in 
     "mlflow-skinny": {"observe/trackers/mlflow.py"},
     "pandas": {"api/run.py"},
     "peft": {"models/lora.py"},
+    "prometheus-client": {"observe/prometheus.py"},
     "torchao": {"parallel/float8.py", "parallel/optimizers/adam8bit.py"},
     "trackio": {"observe/trackers/trackio.py"},
     "triton": {"tasks/cross_entropy_kernels.py"},  # comes with torch for GPUs

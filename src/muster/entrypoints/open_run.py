@@ -195,7 +195,8 @@ def check_before_launch(
     options of its task."""
     from muster.data import corpus
     from muster.entrypoints.before_launch import check_model, check_samples, check_tokenizer
-    from muster.observe.trackers.named import refuse_missing
+    from muster.observe import prometheus
+    from muster.observe.trackers import named as trackers
     from muster.parallel.adapters import refuse_adapters
     from muster.parallel.layout import layout_for
     from muster.parallel.optimizers.facts import refuse_optimizer
@@ -207,7 +208,9 @@ def check_before_launch(
     refuse_optimizer(recipe, layout)
     refuse_adapters(recipe, layout)
     solve(recipe.training, layout.data_ranks)
-    refuse_missing(recipe.logging.to)
+    trackers.refuse_missing(recipe.logging.to)
+    if recipe.logging.prometheus:
+        prometheus.refuse_missing()
     if recipe.task in WORKLOADS and (not resumed or recipe.model.pretrained is None):
         check_model(recipe, layout)
     if recipe.checkpoint.mirror and not resumed:

@@ -18,7 +18,9 @@ from muster.observe import stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
 from muster.observe.events import write_event
+from muster.observe.prometheus import Exporter
 from muster.observe.results import STOP_FILE
+from muster.observe.scores import rates
 from muster.observe.trackers.base import Status
 from muster.observe.trackers.trackers import Trackers
 
@@ -112,6 +114,7 @@ class Observer:
         self._ranks = _append(folder / "ranks" / f"{rank}.jsonl", start)
         self._metrics: IO[str] | None = None
         self._trackers = trackers
+        self.exporter: Exporter | None = None  # on one rank of each node, if asked for
         if rank == 0:
             self._metrics = _append(folder / "metrics.jsonl", start)
 
@@ -180,6 +183,8 @@ class Observer:
         self.event("evaluation", step=step, split=split, scores=scores, **told, **choice)
         if self._trackers:
             self._trackers.evaluation(step, split, scores, remarks)
+        if self.exporter:
+            self.exporter.scores[split] = rates(scores)
 
     def event(self, what: str, **details: Any) -> None:
         """Rank 0 writes it to events.jsonl."""
@@ -205,6 +210,8 @@ class Observer:
         self._ranks.close()
         if self._metrics:
             self._metrics.close()
+        if self.exporter:
+            self.exporter.close()
 
 
 def _append(path: Path, start: int) -> IO[str]:

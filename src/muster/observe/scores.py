@@ -21,6 +21,13 @@ FORMS = {
     "bits_per_byte": "{:.3f} bits per byte",
 }
 
+COUNTS = ("words", "word_", "char", "clips", "exact_clips", "units")  # how their names begin
+
+
+def rates(scores: Mapping[str, float]) -> dict[str, float]:
+    """Without what is only counted, such as the words that were compared."""
+    return {name: score for name, score in scores.items() if not name.startswith(COUNTS)}
+
 
 def main_score(scores: Mapping[str, float]) -> str | None:
     """The name of the score by which evaluations are compared; None where none is known."""

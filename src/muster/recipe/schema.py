@@ -154,6 +154,15 @@ class Logging(Section):
         description="Trackers that show the metrics elsewhere; your own is `FILE.py:CLASS` or "
         "`package.module:CLASS`. What they do or fail to do never stops or slows training (docs/trackers.md).",
     )
+    prometheus: Annotated[int, Field(ge=1, le=65535)] | None = free(
+        None,
+        description="Port of each node at which Prometheus reads the metrics of its ranks (docs/trackers.md). "
+        "`null`: none.",
+    )
+    prometheus_host: str = free(
+        "127.0.0.1",
+        description="Address that `logging.prometheus` listens at; `0.0.0.0` for a Prometheus on another machine.",
+    )
     report: bool = free(True, description="Write the run's page as `report.html` when it ends.")
     every_steps: Positive = free(10, description="Steps between gathering step times of all ranks.")
     profile: Count = free(

@@ -20,10 +20,8 @@ from muster.errors import DataError, RecipeError, StartAgain
 from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
 from muster.observe.choices import read_choices, write_choices
-from muster.observe.observer import Observer
 from muster.observe.profile import Profile
 from muster.observe.results import write_json
-from muster.observe.trackers.trackers import Trackers
 from muster.parallel import compilation
 from muster.parallel.apply import apply
 from muster.parallel.compilation import CompilationError
@@ -49,6 +47,7 @@ from muster.training.precision import LossScale, autocast, shared_precision
 from muster.training.selection import Selection, selection_for
 from muster.training.trial import try_task
 from muster.urls import is_remote
+from muster.worker.observer import make_observer
 from muster.worker.results import write_data, write_plan
 
 log = logging.getLogger(__name__)
@@ -91,15 +90,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
     selection = selection_for(recipe, task, steps)
     checkpoints, resumed = resume(recipe, task, source, mesh, run, engine)
     owes = selection is not None and _restore(selection, resumed, checkpoints, recipe)
-    observer = Observer(
-        run.path,
-        mesh.rank,
-        every_steps=recipe.logging.every_steps,
-        start=resumed.step,
-        trackers=Trackers(recipe.logging.to, run.path, recipe.as_dict(), resumed.step)
-        if mesh.first
-        else None,
-    )
+    observer = make_observer(recipe, mesh, run, resumed.step)
     parameters = parameter_count(task)
     expected = decision.expected
     named = "fp8" if asked_fp8 else precision

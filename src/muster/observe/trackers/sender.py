@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from muster.observe.scores import rates
 from muster.observe.trackers.base import Status, Tracker, TrackerRun
 from muster.observe.trackers.sent import Sent
 
@@ -18,7 +19,6 @@ log = logging.getLogger(__name__)
 QUEUE = 20_000  # points; about 10 MB
 EVERY_S = 1.0  # between calls of the tracker
 NOT_METRICS = {"step", "time", "skipped", "profiled"}  # of a line of metrics.jsonl
-COUNTS = ("words", "word_", "char", "clips", "exact_clips", "units")  # scores that compare nothing
 
 
 class Point(NamedTuple):
@@ -110,8 +110,7 @@ def _give(tracker: Tracker, point: Point) -> None:
     if kind == "text":
         tracker.text(step, f"{group}/remarks", values)
     elif kind == "evaluation":
-        scores = {n: v for n, v in values.items() if not n.startswith(COUNTS)}
-        tracker.evaluation(step, group, _finite(scores))
+        tracker.evaluation(step, group, _finite(rates(values)))
     else:
         named = {f"{group}/{n}": v for n, v in values.items() if n not in NOT_METRICS}
         tracker.metrics(step, _finite(named))
