@@ -3,10 +3,11 @@
     python benchmarks/speed.py                    # every row; --write FILE keeps the table
     python benchmarks/speed.py gpt2 llama-1b      # some of them
 
-Every side is a process of its own. muster's is one rank in its own training loop, with nothing set that
-concerns speed unless the row says so; for Whisper the data workers are as many as the peers'. The peers are the scripts in benchmarks/peers: Hugging Face's Trainer with bf16,
-fused AdamW and torch.compile, and a bare compiled loop without any framework. Steps before the first
-`--warm-up` (compilation, allocation) are not counted. Needs an NVIDIA GPU, transformers and accelerate.
+Every side is a process of its own, forked from one that has imported the libraries. muster's is one rank in its own training loop, with nothing set that
+concerns speed unless the row says so; for Whisper the data workers are as many as the peers'. The peers
+are the scripts in benchmarks/peers: Hugging Face's Trainer with bf16, fused AdamW and torch.compile, and a
+bare compiled loop without any framework. The first `--warm-up` steps (compilation, allocation) are not
+counted. Needs an NVIDIA GPU, transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
+import runpy
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +30,7 @@ PEERS = Path(__file__).parent / "peers"
 RATE = 16000
 CLIPS = 1280
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz ")
+IMPORTS = ["torch", "transformers.trainer", "muster.worker.prepare"]
 QUIET = (
     "evaluation.every_steps=null",
     "evaluation.final=false",
@@ -86,7 +89,7 @@ ROWS = {
         "GPT-2 124M, 32 × 1024",
         "tokens",
         32 * 1024,
-        {"muster": lm("gpt2", 32, 1024), "muster, uncompiled": lm("gpt2", 32, 1024, *EAGER)},
+        {"muster": lm("gpt2", 32, 1024)},
         {
             "Trainer, compiled": ("hf_lm.py", "--model", "gpt2", "--batch", "32", "--seq", "1024"),
             "bare compiled loop": ("bare_lm.py",),
@@ -122,8 +125,7 @@ ROWS = {
         64,
         {
             "muster": lm("gpt2", 64, 256, *SMALL),
-            "muster, compiled only": lm("gpt2", 64, 256, *SMALL, "training.cuda_graphs=false"),
-            "muster, uncompiled": lm("gpt2", 64, 256, *SMALL, *EAGER),
+            "muster, without graphs": lm("gpt2", 64, 256, *SMALL, "training.cuda_graphs=false"),
         },
         steps=150,
     ),
@@ -199,13 +201,28 @@ def run_muster(row: Row, side: str, clips: str, warm_up: int) -> dict[str, Any]:
 
 
 def start(words: list[str]) -> dict[str, Any]:
-    """The last line printed is what was found."""
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    """What a side prints as JSON."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTS)
+    with tempfile.NamedTemporaryFile("r") as output:
+        process = context.Process(target=run_script, args=(words, output.name))
+        process.start()
+        process.join()
+        printed = output.read()
     try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"failed": (done.stdout + done.stderr)[-1500:]}
+        found: dict[str, Any] = json.loads(printed[printed.rindex('{"per_s"') :].splitlines()[0])
+    except ValueError:
+        return {"failed": printed[-1500:]}
     return found
+
+
+def run_script(words: list[str], output: str) -> None:
+    """As `python words`, with all that it prints in a file."""
+    file = os.open(output, os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def compare(name: str, clips: str, args: argparse.Namespace) -> list[str]:

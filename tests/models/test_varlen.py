@@ -26,7 +26,7 @@ DOCUMENTS = torch.stack(
 STARTS = torch.from_numpy(document_starts(DOCUMENTS.numpy(), 9))
 
 
-def documented(q, k, v, edges_q, edges_k, max_q, max_k, *, window_size, enable_gqa):
+def documented(q, k, v, edges_q, edges_k, max_q, max_k, *, window_size, enable_gqa=False):
     """torch.nn.attention.varlen.varlen_attn by its documentation, for self-attention."""
     assert edges_q is edges_k
     assert edges_q.dtype == torch.int32
@@ -45,8 +45,8 @@ def documented(q, k, v, edges_q, edges_k, max_q, max_k, *, window_size, enable_g
     return out
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[torch.Size]:
+@pytest.fixture(params=[True, False], ids=["groups", "no groups"])
+def calls(monkeypatch, request) -> list[torch.Size]:
     """The kernel's stand-in, as if this CPU could run it in any type; the shapes it was called with."""
     found: list[torch.Size] = []
 
@@ -54,7 +54,7 @@ def calls(monkeypatch) -> list[torch.Size]:
         found.append(q.shape)
         return documented(q, *args, **options)
 
-    monkeypatch.setattr(varlen, "_function", lambda: function)
+    monkeypatch.setattr(varlen, "_function", lambda: (function, request.param))
     monkeypatch.setattr(varlen, "kernel_runs", lambda device: True)
     monkeypatch.setattr(varlen, "HALVES", (torch.float64,))
     monkeypatch.setattr(varlen, "PADDED", 1)  # these sequences are short
@@ -111,7 +111,7 @@ def test_only_what_the_kernel_can_is_left_to_it(calls, monkeypatch):
 
 
 def test_this_torch_has_the_kernel_with_what_is_asked_of_it():
-    assert varlen._function() is torch.nn.attention.varlen.varlen_attn
+    assert varlen._function() == (torch.nn.attention.varlen.varlen_attn, True)
 
 
 def test_documents_begin_where_their_number_changes():

@@ -138,6 +138,7 @@ def test_graphs_are_taken_where_kernels_wait_for_the_host(ranks, tmp_path):
     """A micro model's do; a wider one's keep the GPU busy."""
     words = ["training.steps=4", "training.global_batch_size=8"]
     wide = ["model.preset=gpt2", "data.sequence_length=1024", "training.global_batch_size=32"]
+    wide += ["training.precision=fp32"]
     ((small, captured),) = ranks(1)(graphs, str(tmp_path / "small"), words)
     ((large, plain),) = ranks(1)(graphs, str(tmp_path / "large"), [*words, *wide])
     assert small.startswith("yes: a micro-batch takes ")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -57,27 +57,29 @@ def applies(q: Tensor, documents: Documents | None, past: int, dropout: float) -
 
 def attend(q: Tensor, k: Tensor, v: Tensor, edges: Tensor, window: int | None) -> Tensor:
     """Causal attention inside documents of `[batch, heads, time, size]`; k and v may have fewer heads."""
-    batch, _, time, _ = q.shape
-    grouped = q.shape[1] != k.shape[1]
-    function = _function()
-    assert function is not None
+    batch, heads, time, _ = q.shape
+    found = _function()
+    assert found is not None
+    function, takes_groups = found
+    if takes_groups:
+        function = partial(function, enable_gqa=heads != k.shape[1])
+    elif heads != k.shape[1]:
+        k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     reach = (-1 if window is None else window - 1, 0)  # to the left; 0: causal
-    mixed: Tensor = function(
-        q, k, v, edges, edges, time, time, window_size=reach, enable_gqa=grouped
-    )
+    mixed: Tensor = function(q, k, v, edges, edges, time, time, window_size=reach)
     return mixed.unflatten(0, (batch, time)).transpose(1, 2)
 
 
 @cache
-def _function() -> Callable[..., Any] | None:
-    """torch's, if this torch has it with windows and groups of heads."""
+def _function() -> tuple[Callable[..., Any], bool] | None:
+    """torch's, if this torch has it with windows; and whether it takes groups of heads, as from 2.12 on."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = {"window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
-    return varlen_attn if known else None
+    known = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in known) if "window_size" in known else None
 
 
 @cache

@@ -111,6 +111,11 @@ class TorchEngine:
         self._clock, self._split_loss = clock, split_loss
         self._weights_changed()
 
+    def replay(self, graphs: Graphs) -> None:
+        """Micro-batches are captured from now on. DDP's module goes: its reducer keeps the parameters'
+        AccumulateGrad nodes, which stay on the stream that they were made on and cannot be captured on another."""
+        self.graphs, self.module = graphs, self.parts[0]
+
     def accumulate(self, batches: Sequence[Batch], functions: StepFunctions) -> list[Tensor]:
         if self.graphs is not None:
             return self._replay(batches, functions, self.graphs)

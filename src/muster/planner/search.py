@@ -338,13 +338,11 @@ class _Search:
 
 
 def rank(plans: list[Plan]) -> list[Plan]:
-    """Fastest first; but of those within `TIE` of the fastest, the simplest is first. What the host takes to
-    launch is known half as well, and what FSDP and ZeRO add to it is not counted."""
+    """Fastest first; but of those within `TIE` of the fastest, the simplest is first."""
     ordered = sorted(plans, key=lambda plan: (plan.duration.total, complexity(plan)))
     if not ordered:
         return []
-    fastest = ordered[0].duration
-    limit = fastest.total + TIE * (fastest.total + fastest.host)
+    limit = ordered[0].duration.total * (1 + TIE)
     leading = [plan for plan in ordered if plan.duration.total <= limit]
     first = min(leading, key=lambda plan: (complexity(plan), plan.duration.total))
     return [first, *(plan for plan in ordered if plan is not first)]

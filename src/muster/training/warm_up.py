@@ -33,7 +33,7 @@ from muster.training.job import Job
 log = logging.getLogger(__name__)
 
 TRIALS = 5  # passes that are timed
-WORTH_REPLAYING = 0.97  # of the time of launched kernels
+WORTH_REPLAYING = 0.985  # of the time of launched kernels
 
 
 def warm_up(job: Job) -> None:
@@ -119,7 +119,7 @@ def _choose_graphs(job: Job, engine: TorchEngine) -> None:
     job.choices["cuda_graphs"] = chosen
     if chosen.used:
         failed = partial(_note_failed_capture, job) if chosen.optional else None
-        engine.graphs = Graphs(job.mesh.device, failed)
+        engine.replay(Graphs(job.mesh.device, failed))
 
 
 def _no_trial(job: Job) -> str | None:
