@@ -17,11 +17,11 @@ OPERATIONS = {"equal": "same", "substitute": "sub", "delete": "del", "insert": "
 
 def examples(files: RunFiles) -> Examples:
     results = files.results
-    folder = files.run.path / AUDIO_FOLDER
+    folder, seconds = files.run.path / AUDIO_FOLDER, results.get("recordings") or {}
     step = int((results.get("best") or {}).get("step") or results.get("steps") or 0)
     return {
         "split": str(results.get("scored") or ""),
-        "mistakes": [_mistake(found, folder) for found in results.get("worst") or []],
+        "mistakes": [_mistake(found, folder, seconds) for found in results.get("worst") or []],
         "generated": [_generated(found, step) for found in results.get("answers") or []],
     }
 
@@ -32,7 +32,7 @@ def audio_file(run: Path, name: str) -> Path | None:
     return path if name.isascii() and name.isdigit() and path.is_file() else None
 
 
-def _mistake(found: Mapping[str, Any], folder: Path) -> Mistake:
+def _mistake(found: Mapping[str, Any], folder: Path, seconds: Mapping[str, float]) -> Mistake:
     reference, hypothesis = str(found["reference"]), str(found["hypothesis"])
     return {
         "id": str(found["id"]),
@@ -40,7 +40,7 @@ def _mistake(found: Mapping[str, Any], folder: Path) -> Mistake:
         "hypothesis": hypothesis,
         "errors": int(found["edits"]),
         "words": len(reference.split()),
-        "seconds": found.get("seconds"),
+        "seconds": seconds.get(str(found["id"])),
         "audio": (folder / f"{found['id']}.flac").is_file(),
         "diff": differences(reference, hypothesis),
     }

@@ -97,6 +97,11 @@ class Evaluation(Section):
         "results; 0: none.",
     )
     answer_tokens: Positive = free(64, description="The most tokens of such an answer.")
+    recordings: Count = free(
+        10,
+        description="Speech: so many recordings of the worst mistakes are kept beside the results, for the page and "
+        "the report to play; 0: none.",
+    )
     decoder: Literal["greedy", "beam"] = free(
         "greedy", description="`beam`: CTC prefix-beam search, or Whisper's beam search."
     )

@@ -39,6 +39,7 @@ from muster.training.answers import answers, generates_answers
 from muster.training.evaluate import Evaluation, log_bad_rows
 from muster.training.job import Job
 from muster.training.loop import score
+from muster.worker.recordings import keep_recordings
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,12 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if final is not None and best is not None:
         changes["last_scores"] = final.scores
+    if shown := best or final:
+        data = job.recipe.data
+        count, source = job.recipe.evaluation.recordings, job.task.source(cast(Split, shown.split))
+        changes["recordings"] = keep_recordings(
+            run.path, source, shown.worst, count, data.sample_rate
+        )
     if said:
         changes["answers"] = [vars(answer) for answer in said]
     results = write_results(job, run, done, best or final, peak, **changes)
@@ -230,6 +237,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "best": _best_part(job, done, chosen),
         "last_scores": {},
         "answers": [],
+        "recordings": {},
         "checkpoint": _folder(job, whole[-1] if whole and chosen is None else chosen),
         "last_checkpoint": _folder(job, whole[-1] if whole else None),
     }
