@@ -45,6 +45,15 @@ def test_the_file_names_no_other_file_and_no_address(tmp_path):
     assert embedded(text)["runs"][0]["run"]["name"] == "speech"
 
 
+def test_the_slow_rank_of_a_run_that_has_ended_is_named(tmp_path):
+    run = synthetic.write(tmp_path / "speech", ranks=4, steps=100, slow=1, state="finished")
+    report.write([run], tmp_path / "one.html")
+    document = embedded((tmp_path / "one.html").read_text())["runs"][0]
+    assert document["findings"][0]["text"].startswith("Rank 1 on node-0 computes")
+    states = [row["state"] for row in document["ranks"]["rows"]]
+    assert states == ["ended", "slow", "ended", "ended"]
+
+
 def test_words_of_a_run_cannot_end_the_script_that_holds_them():
     text = report.render({"runs": [], "comparisons": [], "audio": {}, "words": NASTY})
     assert embedded(text)["words"] == NASTY

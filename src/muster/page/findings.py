@@ -32,14 +32,15 @@ ORDER: tuple[Level, ...] = ("bad", "warn", "good")
 def findings(files: RunFiles, rows: Sequence[Row]) -> list[Finding]:
     """The worst first."""
     found = [*_ended(files), *_numbers(files)]
+    times = all_times(files)
     if files.alive:
-        times = all_times(files)
-        found += [*_silent(rows), *_stuck(files, rows), *_unused_gpus(files)]
-        if not files.info.get("rehearsal"):
-            found += [*_idle(files, times), *_slow(rows, times), *_waiting(times)]
-        found += [*_against_plan(files)]
-        if not found and len(times) > 1:
-            found += [_equal(times)]
+        found += [*_silent(rows), *_stuck(files, rows)]
+    found += [*_unused_gpus(files)]
+    if not files.info.get("rehearsal"):
+        found += [*_idle(files, times), *_slow(rows, times), *_waiting(times)]
+    found += [*_against_plan(files)]
+    if not found and len(times) > 1:
+        found += [_equal(times)]
     return sorted(found, key=lambda finding: ORDER.index(finding["level"]))
 
 
@@ -115,7 +116,7 @@ def _stuck(files: RunFiles, rows: Sequence[Row]) -> Iterator[Finding]:
 
 def _idle(files: RunFiles, times: dict[int, Times]) -> Iterator[Finding]:
     """A run in which only one GPU works is said in one sentence."""
-    by_device = [rank for rank in files.ranks if device_idle(files, rank)]
+    by_device = [rank for rank in files.ranks if files.alive and device_idle(files, rank)]
     idle = by_device or [rank for rank in times if does_nothing(rank, times)]
     if not idle:
         return

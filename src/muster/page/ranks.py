@@ -103,15 +103,16 @@ def _state(files: RunFiles, rank: int, times: dict[int, Times]) -> RankState:
     beat = files.heartbeats.get(rank, {})
     if (files.info.get("failure") or {}).get("rank") == rank:
         return "failed"
-    if not files.alive or beat.get("phase") == ENDED:
-        return "ended"
-    if files.silent_s(rank) > SILENT_S:
+    ended = not files.alive or beat.get("phase") == ENDED
+    if not ended and files.silent_s(rank) > SILENT_S:
         return "silent"
-    if beat.get("phase") == STARTING or files.info.get("rehearsal"):
-        return "ok"  # ranks that share a GPU are not compared
+    usual: RankState = "ended" if ended else "ok"
+    if files.info.get("rehearsal") or (not ended and beat.get("phase") == STARTING):
+        return usual  # ranks that share a GPU are not compared
     if is_slow(rank, times):
         return "slow"
-    return "idle" if device_idle(files, rank) or does_nothing(rank, times) else "ok"
+    idle = does_nothing(rank, times) or (not ended and device_idle(files, rank))
+    return "idle" if idle else usual
 
 
 def others_median(rank: int, times: dict[int, Times], kind: str) -> float | None:

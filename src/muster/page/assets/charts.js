@@ -136,7 +136,7 @@ class Chart {
     this.x = scale(this.domain, [MARGIN.left, width - MARGIN.right]);
     const inside = (value, x) => x >= this.domain[0] && x <= this.domain[1];
     const arrays = spec.lines.flatMap((line) => (spec.lines.length > 1 ? [line.mean] : [line.mean, line.low, line.high]).filter(Boolean).map((values) => [line[group.axis], values]));
-    const limits = spikeLimits(spec.lines.flatMap((line) => (line.low?.length ? [line.low, line.high] : [])));
+    const limits = spec.lines.length > 1 ? [-Infinity, Infinity] : spikeLimits(spec.lines.flatMap((line) => (line.low?.length ? [line.low, line.high] : [])));
     const usual = (value, x) => inside(value, x) && value >= limits[0] && value <= limits[1];
     const positive = extent(arrays, (value, x) => value > 0 && usual(value, x));
     const log = group.log && positive !== null;

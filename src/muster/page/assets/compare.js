@@ -37,7 +37,7 @@ class CompareView {
       comparisons.map((comparison, i) => h("p", { class: "note" }, firstDifference(comparison, "A", letter(i + 1)))));
     const curves = [comparisons[0].curves.a, ...comparisons.map((comparison) => comparison.curves.b)];
     this.curves.update(curves.map((c, i) => ({ label: letter(i), css: `line-${i}`, curves: c, evaluations: [] })), []);
-    this.differences("scores", names, [...joined(comparisons, "scores", "name"), ...joined(comparisons, "speed", "name")]);
+    this.differences("scores", names, [...joined(comparisons, "scores", "name"), ...speeds(comparisons)]);
     for (const part of ["recipe", "data", "environment"]) {
       const key = comparisons.flatMap((comparison) => comparison[part]).some((row) => "key" in row) ? "key" : "name";
       this.differences(part, names, joined(comparisons, part, key));
@@ -49,7 +49,7 @@ class CompareView {
     element.hidden = part !== "recipe" && !rows.length;
     if (!rows.length) return replace(body, h("p", { class: "faint" }, "Nothing differs."));
     const numeric = part === "scores";
-    const value = (name, v) => (numeric ? scored(name.split(" ").at(-1), v) : h("code", {}, shown(v)));
+    const value = (name, v) => (UNITS[name] ? withUnit(v, UNITS[name]) : numeric ? scored(name.split(" ").at(-1), v) : h("code", {}, shown(v)));
     const columns = numeric ? names.flatMap((name, i) => (i ? [`>${letter(i)}`, `>${letter(i)} / A`] : [">A"])) : names.map((name, i) => letter(i));
     replace(body, table(part, ["", ...columns], rows.map(([name, { values, ratios }]) => [
       numeric ? scoreName(name) : h("code", {}, name),
@@ -60,6 +60,13 @@ class CompareView {
   redraw() {
     this.curves.group.draw();
   }
+}
+
+/** Samples per second say nothing more where the task counts seconds of audio or tokens. */
+function speeds(comparisons) {
+  const rows = joined(comparisons, "speed", "name");
+  const own = rows.some(([name]) => name === "audio_s_per_s" || name === "tokens_per_s");
+  return rows.filter(([name]) => !(own && name === "samples_per_s"));
 }
 
 /** `validation wer` as its name and the data. */

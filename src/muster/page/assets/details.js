@@ -60,7 +60,7 @@ class Told {
   constructor() {
     this.search = h("input", { type: "search", placeholder: "Search keys and values", "aria-label": "Search the recipe", oninput: () => this.show() });
     this.set = h("input", { type: "checkbox", onchange: () => this.show() });
-    this.recipe = h("div", {});
+    this.recipe = h("div", { class: "recipe" });
     this.rest = h("div", {});
     this.found = h("span", { class: "faint", role: "status" });
     this.element = h("div", {}, h("div", { class: "controls" }, this.search, h("label", {}, this.set, " only what was set"), this.found), this.recipe, this.rest);

@@ -91,6 +91,10 @@ const NAMES = {
   tokens_per_s: "Throughput", audio_s_per_s: "Throughput", mfu: "MFU",
   wer: "Word error rate", cer: "Character error rate", perplexity: "Perplexity", accuracy: "Accuracy",
 };
+const UNITS = {
+  audio_s_per_s: "× real time", tokens_per_s: "tokens/s", samples_per_s: "samples/s",
+  step_time_s: "s", data_wait_s: "s", memory_gib: "GiB",
+};
 const named = (name) => NAMES[name] || name.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
 const RATES = new Set(["wer", "cer", "accuracy", "mfu", "ser"]);
 const scored = (name, value) =>
