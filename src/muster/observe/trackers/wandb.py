@@ -7,6 +7,9 @@ from typing import Any
 
 from muster.observe.trackers.base import PROJECT, Status, Tracker, TrackerRun
 
+INIT_S = 30  # that a server may take; a process that ends meanwhile waits for it
+LOGIN_S = 5  # that a question for the API key waits where a rank has a terminal
+
 
 class WeightsAndBiases(Tracker):
     def start(self, run: TrackerRun) -> str:
@@ -19,6 +22,9 @@ class WeightsAndBiases(Tracker):
             disable_code=True,
             disable_git=True,
             disable_job_creation=True,
+            init_timeout=INIT_S,
+            login_timeout=LOGIN_S,
+            host="",
             save_code=False,
             silent=True,
             x_disable_machine_info=True,
@@ -26,9 +32,6 @@ class WeightsAndBiases(Tracker):
             x_disable_stats=True,
             x_save_requirements=False,
         )
-        mode = os.environ.get("WANDB_MODE", "online")
-        if mode == "online" and not wandb.Api(timeout=5).api_key:
-            raise RuntimeError("no API key: run `wandb login`, or set WANDB_MODE=offline")
         self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=run.name,
