@@ -42,6 +42,7 @@ NAVIGATION = {
         "Rehearsal </docs/rehearsal>",
     ],
     "See and measure": [
+        "Trackers </docs/trackers>",
         "Profile </docs/profile>",
         "Speed </docs/speed>",
         "Check </docs/check>",

@@ -39,6 +39,7 @@ FRAMEWORKS: dict[str, tuple[Foreign, ...]] = {
         ),
         Foreign("ckpt_path", "checkpoint.resume"),
         Foreign("default_root_dir", "logging.dir", "each run makes its own folder there"),
+        Foreign("logger loggers", "logging.to"),
         Foreign("log_every_n_steps", note=EVERY_STEP),
         Foreign("profiler", "logging.profile"),
         Foreign("use_distributed_sampler", note="the batches of all ranks are planned together"),
