@@ -110,17 +110,17 @@ class Browser:
         ]
 
     def picture(self, file: Path, selector: str | None = None) -> None:
-        """Of the window, or of one element and what lies around it in the page."""
+        """Of the window, or of one element over the whole width of the page."""
         options: dict[str, Any] = {"format": "png"}
         if selector:
             box = self.run(
                 "const r = document.querySelector(arguments[0]).getBoundingClientRect();"
-                "return [r.x + scrollX, r.y + scrollY, r.width, r.height]",
+                "return [r.y + scrollY, document.documentElement.clientWidth, r.height]",
                 selector,
             )
             options |= {
                 "captureBeyondViewport": True,
-                "clip": dict(zip(("x", "y", "width", "height"), box, strict=True)) | {"scale": 1},
+                "clip": {"x": 0, "y": box[0], "width": box[1], "height": box[2], "scale": 1},
             }
         taken = self.driver.execute_cdp_cmd("Page.captureScreenshot", options)
         file.write_bytes(base64.b64decode(taken["data"]))

@@ -15,7 +15,6 @@ import pytest
 from muster import run_directory
 from muster.observe.results import AUDIO_FOLDER
 from muster.page import report
-from muster.run_directory import ALIVE_FILE
 from page import synthetic
 from page.browser import Browser, chromium, missing
 from processes import muster, python_path, until
@@ -80,11 +79,11 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Iterator[Site]:
-    """Two finished runs with other learning rates, one with 64 ranks, and one that failed with nasty words."""
+    """Two finished runs with other learning rates, one of 64 ranks that was stopped, one that failed with nasty words."""
     root = tmp_path_factory.mktemp("runs")
     synthetic.write(root / "first", ranks=4, steps=120, state="finished", lr=1e-3)
     synthetic.write(root / "second", ranks=4, steps=120, state="finished", lr=5e-4, seed=1)
-    synthetic.write(root / "wide", ranks=64, steps=400, slow=3)
+    synthetic.write(root / "wide", ranks=64, steps=400, slow=3, state="stopped")
     add_audio(root / "first")
     failed = synthetic.write(root / "broken", ranks=2, steps=10, state="failed")
     info = json.loads((failed / "run.json").read_text())
@@ -178,7 +177,8 @@ def test_dragging_zooms_all_charts(browser, site):
 def test_the_audio_of_a_mistake_plays(browser, site):
     browser.open(site.at("#/run/first"))
     wait(browser, ".mistakes audio")
-    browser.run("document.querySelector('.mistakes audio').play()")
+    browser.run("document.querySelector('.player button').focus()")
+    browser.press(" ")
     played = (
         "const a = document.querySelector('.mistakes audio'); return [a.currentTime, a.duration]"
     )
@@ -230,7 +230,6 @@ def measure_paint(browser: Browser, address: str, ranks: int) -> dict[str, float
 
 
 def test_64_ranks_are_drawn_within_two_seconds(browser, site):
-    (site.root / "wide" / ALIVE_FILE).touch()
     taken = measure_paint(browser, site.at("#/run/wide"), 64)
     assert max(taken.values()) < PAINT_MS
     assert browser.text(".labels .mark.slow") == "▲ 3"

@@ -148,7 +148,7 @@ class Chart {
     this.svg.setAttribute("aria-label", this.words());
     const clip = `clip-${spec.id}`;
     this.svg.replaceChildren(
-      svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left, y: 0, width: Math.max(0, width - MARGIN.left - MARGIN.right), height: CHART_HEIGHT })),
+      svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left - 1, y: 0, width: Math.max(0, width - MARGIN.left), height: CHART_HEIGHT })),
       this.axes(width, log ? logTicks(low, high) : niceTicks(low, high, 4)),
       svg("g", { "clip-path": `url(#${clip})` }, spec.lines.map((line) => this.line(line))),
       this.beyond(high), this.marks(), this.cursor);
@@ -157,7 +157,7 @@ class Chart {
 
   axes(width, ticks) {
     const bottom = CHART_HEIGHT - MARGIN.bottom;
-    const about = Math.max(2, Math.floor(width / 110));
+    const about = Math.max(3, Math.floor(width / 90));
     const time = this.group.axis === "time";
     const across = (time ? timeTicks : niceTicks)(this.domain[0], this.domain[1], about).filter((t) => time || Number.isInteger(t));
     return svg("g", { class: "axes" },

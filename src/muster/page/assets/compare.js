@@ -37,7 +37,7 @@ class CompareView {
       comparisons.map((comparison, i) => h("p", { class: "note" }, firstDifference(comparison, "A", letter(i + 1)))));
     const curves = [comparisons[0].curves.a, ...comparisons.map((comparison) => comparison.curves.b)];
     this.curves.update(curves.map((c, i) => ({ label: letter(i), css: `line-${i}`, curves: c, evaluations: [] })), []);
-    this.differences("scores", names, [...joined(comparisons, "scores", "name"), ...speeds(comparisons)]);
+    this.differences("scores", names, [...joined(comparisons, "scores", "name").filter(([name]) => !isCount(name.split(" ").at(-1))), ...speeds(comparisons)]);
     for (const part of ["recipe", "data", "environment"]) {
       const key = comparisons.flatMap((comparison) => comparison[part]).some((row) => "key" in row) ? "key" : "name";
       this.differences(part, names, joined(comparisons, part, key));

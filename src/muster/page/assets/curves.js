@@ -2,7 +2,6 @@
 // From a run's curves and evaluations to charts, and to a table in their place.
 
 const ORDER = ["loss", "grad_norm", "lr", "audio_s_per_s", "tokens_per_s", "samples_per_s", "mfu", "step_time_s", "data_wait_s", "memory_gib"];
-const COUNTS = new Set(["words", "characters", "tokens", "samples", "clips", "images"]); // what a score is of
 const TABLE_ROWS = 25;
 
 /** Seconds since the run's first step, whichever clock the times are from. */
@@ -50,9 +49,8 @@ function evaluationLines(run, chart) {
   const keys = new Set((run.evaluations || []).flatMap((e) => Object.keys(e.scores).map((name) => `${e.split}/${name}`)));
   for (const key of keys) {
     const [split, name] = key.split("/");
-    if (COUNTS.has(name)) continue;
     const points = run.evaluations.filter((e) => e.split === split && known(e.scores[name]));
-    if (!points.length) continue;
+    if (isCount(name) || points.length < 2) continue;
     const lines = chart(`score-${split}-${name}`, `${named(name)}, ${split}`, "", (value) => scored(name, value), RATES.has(name) ? (value) => `${number(value * 100, 3)}\u202f%` : null);
     const best = points.findIndex((point) => point.best);
     lines.push({
@@ -61,6 +59,17 @@ function evaluationLines(run, chart) {
       mean: points.map((point) => point.scores[name]),
     });
   }
+}
+
+/** The last evaluation of each split, and the best one. */
+function scoresTable(evaluations) {
+  const last = new Map(evaluations.map((evaluation) => [evaluation.split, evaluation]));
+  const rows = evaluations.filter((evaluation) => evaluation.best || last.get(evaluation.split) === evaluation);
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row.scores)))].filter((name) => !isCount(name));
+  if (!names.length) return null;
+  return table("Scores", ["Data", ">Step", ...names.map((name) => `>${named(name)}`), ""], rows.map((row) => [
+    row.split, whole(row.step), ...names.map((name) => scored(name, row.scores[name])), row.best ? "◎ best" : "",
+  ]));
 }
 
 /** The charts' values at some twenty-five steps, as a table. */

@@ -22,7 +22,23 @@ function player(mistake, source) {
   if (!mistake.audio) return null;
   const address = source.audio(mistake.id);
   if (!address) return h("p", { class: "faint" }, "The recording was left out of this file: it is in the run's folder.");
-  return h("audio", { controls: true, preload: "none", src: address, "aria-label": `Recording ${mistake.id}` });
+  const audio = h("audio", { preload: "none", src: address });
+  const glyph = h("span", { class: "glyph", "aria-hidden": "true" });
+  const word = h("span", {});
+  const button = h("button", { type: "button", class: "quiet", "data-key": `play-${mistake.id}`, onclick: () => (audio.paused ? audio.play() : audio.pause()) }, glyph, word);
+  const place = h("input", { type: "range", min: 0, max: 1, step: 0.01, value: 0, "aria-label": `Place in recording ${mistake.id}` });
+  const time = h("span", { class: "faint" });
+  const show = () => {
+    [glyph.textContent, word.textContent] = audio.paused ? ["▸", "Play"] : ["❙❙", "Pause"];
+    const length = known(audio.duration) ? audio.duration : mistake.seconds;
+    if (known(length)) place.value = audio.currentTime / length;
+    time.textContent = known(length) ? `${audio.currentTime.toFixed(1)} of ${length.toFixed(1)}\u202fs` : "";
+  };
+  place.addEventListener("input", () => known(audio.duration) && (audio.currentTime = place.value * audio.duration));
+  audio.addEventListener("error", () => (time.textContent = "this recording cannot be played"));
+  for (const event of ["play", "pause", "ended", "timeupdate", "durationchange"]) audio.addEventListener(event, show);
+  show();
+  return h("div", { class: "player" }, audio, button, place, time);
 }
 
 function mistakeItem(mistake, source) {

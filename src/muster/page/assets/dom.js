@@ -97,6 +97,7 @@ const UNITS = {
 };
 const named = (name) => NAMES[name] || name.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
 const RATES = new Set(["wer", "cer", "accuracy", "mfu", "ser"]);
+const isCount = (name) => /^(words|word_|char|clips|exact_clips|units)/.test(name); // what rates are made of
 const scored = (name, value) =>
   RATES.has(name) && known(value) ? `${number(value * 100, 3)}\u202f%` : number(value);
 

@@ -43,9 +43,10 @@ class RunView {
     this.curves = new Curves();
     this.heat = new HeatMap();
     this.told = new Told();
+    this.scores = h("div", { class: "scores" });
     this.rankTable = new RankTable();
     this.parts = {
-      curves: section("curves", "Curves", this.curves.element),
+      curves: section("curves", "Curves", this.curves.element, this.scores),
       ranks: section("ranks", "Ranks", this.heat.element, this.rankTable.element),
       planned: section("planned", "Planned and measured"),
       examples: section("examples", "Examples"),
@@ -63,6 +64,7 @@ class RunView {
     const { parts } = this;
     if (changed("run", "findings", "ranks", "curves")) this.drawHead(document);
     if (changed("curves", "evaluations", "marks")) this.drawCurves(document);
+    if (changed("evaluations")) replace(this.scores, scoresTable(document.evaluations));
     if (changed("heat", "ranks")) this.heat.update(document.heat, document.ranks.rows);
     if (changed("ranks", "run")) this.rankTable.update(document.ranks.rows, document.run.state === "running");
     if (changed("planned")) replace(parts.planned.body, plannedTable(document.planned));
