@@ -84,6 +84,20 @@ def _documents(
         "ranks": ranks,
         "nodes": nodes,
         "restarts": 0,
+        "environment": [
+            {
+                "name": "NCCL_NVLS_ENABLE",
+                "value": "1",
+                "reason": "reductions in the NVSwitch",
+                "set_by_user": False,
+            },
+            {
+                "name": "OMP_NUM_THREADS",
+                "value": "8",
+                "reason": "8 cores for each rank",
+                "set_by_user": True,
+            },
+        ],
     }
     if state != "running":
         info["ended"] = now

@@ -167,11 +167,12 @@ class Supervisor:
 
         found = inventory.detect()
         strategy = self.recipe.distributed.strategy
-        environment.apply(
-            environment.variables(
-                found, self.ranks, strategy, nodes=self.node.nodes, master=self.node.address
-            )
+        variables = environment.variables(
+            found, self.ranks, strategy, nodes=self.node.nodes, master=self.node.address
         )
+        environment.apply(variables)
+        if self.is_master:
+            self.run.update(environment=[vars(variable) for variable in variables])
 
 
 def join_run(node: Node, recipe: Recipe) -> Run:

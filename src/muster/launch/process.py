@@ -28,25 +28,24 @@ from muster.observe.results import write_json
 log = logging.getLogger(__name__)
 
 
-def set_up_process(rank_info: RankInfo, strategy: str) -> None:
+def set_up_process(rank_info: RankInfo, strategy: str) -> list[environment.Variable]:
     """Pin to cores near this rank's GPU, or to its own share of them; set the variables for the hardware,
-    and torch's own for libraries that read nothing else."""
+    which are returned, and torch's own for libraries that read nothing else."""
     found = inventory.detect()
     nodes, local_world = rank_info.world // rank_info.local_world, rank_info.local_world
     bound, sharing = False, local_world
     if found.cpu and rank_info.launcher in ("srun", "mpirun"):  # they may bind each rank themselves
         bound, sharing = found.cpu.bound, found.cpu.ranks_sharing(local_world)
-    environment.apply(
-        environment.variables(
-            found,
-            local_world,
-            strategy,
-            nodes=nodes,
-            master=rank_info.address,
-            sharing=sharing,
-            logged=False,
-        )
+    variables = environment.variables(
+        found,
+        local_world,
+        strategy,
+        nodes=nodes,
+        master=rank_info.address,
+        sharing=sharing,
+        logged=False,
     )
+    environment.apply(variables)
     cores = os.sched_getaffinity(0)
     if not bound:
         gpu = rank_info.local_rank if found.gpus else None
@@ -54,10 +53,11 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> None:
         affinity.pin(cores)
     torch.set_num_threads(asked_threads() or len(cores))
     if rank_info.world == 1:
-        return
+        return variables
     cluster.export(rank_info, os.environ)
     if nodes == 1 and (interface := network.interface_for(rank_info.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    return variables
 
 
 @contextmanager

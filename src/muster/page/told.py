@@ -52,21 +52,25 @@ def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def variables(files: RunFiles) -> list[dict[str, Any]]:
-    """With the reasons, where the launcher wrote them down."""
-    reasons = {found["name"]: found for found in files.info.get("environment") or []}
-    seen = {**{name: found["value"] for name, found in reasons.items()}}
-    seen |= files.environment.get("variables") or {}
+    """With the reasons that the launcher wrote down."""
+    told = {found["name"]: found for found in files.info.get("environment") or []}
+    values = {name: found["value"] for name, found in told.items()}
+    values |= files.environment.get("variables") or {}
     return [
         {
             "name": name,
             "value": value,
-            "reason": reasons.get(name, {}).get("reason"),
-            "by": ("user" if reasons[name]["set_by_user"] else "muster")
-            if name in reasons
-            else None,
+            "reason": told[name]["reason"] if name in told else None,
+            "by": _author(told.get(name)),
         }
-        for name, value in sorted(seen.items())
+        for name, value in sorted(values.items())
     ]
+
+
+def _author(variable: Mapping[str, Any] | None) -> str | None:
+    if variable is None:
+        return None
+    return "user" if variable["set_by_user"] else "muster"
 
 
 def data_splits(data: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -148,7 +148,9 @@ def run_process(
 
     Rank 0 has the run directory and, where there is no supervisor, the `claim` on it.
     """
-    set_up_process(rank_info, recipe.distributed.strategy)
+    variables = set_up_process(rank_info, recipe.distributed.strategy)
+    if run and claim:  # else a supervisor did, which knows what the user set
+        run.update(environment=[vars(variable) for variable in variables])
     owned = run_ownership(run, claim, rank_info.world) if run and claim else nullcontext()
     with owned:
         return train_rank(recipe, rank_info, run)
