@@ -37,6 +37,14 @@ def test_compare_as_json_is_the_whole_comparison(runs: Path) -> None:
     assert len(found["curves"]["b"]["step"]) == 20
 
 
+def test_compare_writes_a_page_of_both(runs: Path, tmp_path: Path) -> None:
+    words = ["compare", "one", "other", "--dir", str(runs), "-o", str(tmp_path / "both.html")]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    page = (tmp_path / "both.html").read_text()
+    assert "<script" in page
+    assert "other" in page
+
+
 def test_the_page_without_its_extra_says_what_to_install(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

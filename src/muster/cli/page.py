@@ -82,18 +82,35 @@ def compare(
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
     dir: DirOption = Path("runs"),
     json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Also as a page, like muster report A B.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """What differs between two runs: recipe, data, environment, losses, scores, speed."""
     from muster import run_directory
     from muster.page.compare import compare_runs
 
-    found = compare_runs(*(run_directory.find(run, dir).path for run in (a, b)))
+    paths = [run_directory.find(run, dir).path for run in (a, b)]
+    found = compare_runs(*paths)
     if json:
         import json as encoder
 
         print(encoder.dumps(found, ensure_ascii=False, indent=2))
-        return
-    _print(found)
+    else:
+        _print(found)
+    if output is not None:
+        from muster.page import report
+
+        report.write(paths, output)
+        if not json:
+            console.print(f"the page: {output}", soft_wrap=True, markup=False)
 
 
 def _print(found: Comparison) -> None:
