@@ -21,7 +21,18 @@ FORMS = {
     "bits_per_byte": "{:.3f} bits per byte",
 }
 
-COUNTS = ("words", "word_", "char", "clips", "exact_clips", "units", "tokens", "bytes", "images", "correct")
+COUNTS = (
+    "words",
+    "word_",
+    "char",
+    "clips",
+    "exact_clips",
+    "units",
+    "tokens",
+    "bytes",
+    "images",
+    "correct",
+)
 
 
 def rates(scores: Mapping[str, float]) -> dict[str, float]:
