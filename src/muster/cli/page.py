@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from muster.cli.common import DirOption, console
@@ -61,12 +60,11 @@ def serve_page(
 
     def ready(address: str, port: int) -> None:
         address += f"#/run/{first}" if first else ""
-        console.print(address, soft_wrap=True, markup=False)
+        console.print(address, soft_wrap=True)
         console.print(
             f"from another machine: ssh -L {port}:127.0.0.1:{port} {os.uname().nodename}, then the same "
             "address; Ctrl-C ends the page, not the runs",
             soft_wrap=True,
-            markup=False,
             style="dim",
         )
         if open_browser:
@@ -120,7 +118,7 @@ def _print(found: Comparison) -> None:
         _different(title, found[title], a, b)  # type: ignore[literal-required]
     _ratios("scores", found["scores"], a, b)
     _ratios("speed", found["speed"], a, b)
-    console.print(_losses(found), soft_wrap=True, markup=False)
+    console.print(_losses(found), soft_wrap=True)
 
 
 SUMMARY: list[tuple[str, Callable[[Summary], str]]] = [
@@ -156,9 +154,9 @@ def _ratios(title: str, rows: list[Ratio], a: Summary, b: Summary) -> None:
 
 def _table(title: str, a: Summary, b: Summary, rows: Sequence[tuple[str, ...]]) -> None:
     ratio = ["B ÷ A"] if rows and len(rows[0]) == 4 else []
-    table = Table(title, f"A: {escape(a['name'])}", f"B: {escape(b['name'])}", *ratio)
+    table = Table(title, f"A: {a['name']}", f"B: {b['name']}", *ratio)
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     console.print(table)
 
 

@@ -38,6 +38,6 @@ def report(
     found = [run_directory.find(name, dir).path for name in runs or ["latest"]]
     file = output or found[0] / page.REPORT
     page.write(found, file)
-    console.print(f"{file}, {file.stat().st_size / 1024:.0f} KiB", soft_wrap=True, markup=False)
+    console.print(f"{file}, {file.stat().st_size / 1024:.0f} KiB", soft_wrap=True)
     if any(run_directory.Run(path).state() in run_directory.ALIVE for path in found):
-        console.print(f"live: {program()} page", markup=False)
+        console.print(f"live: {program()} page")

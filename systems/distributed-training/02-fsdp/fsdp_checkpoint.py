@@ -36,13 +36,14 @@ from muster.models.decoder import Decoder
 from muster.parallel.mesh import Mesh
 
 VOCAB = 256
+LAYERS = 2  # every tensor is gathered ten times
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0, empty elsewhere
 
 
 def fresh(axes: DeviceMesh, device: torch.device, seed: int) -> tuple[Decoder, Optimizer]:
     """A sharded model and its optimizer; other seeds give other weights."""
     torch.manual_seed(seed)
-    model = models.build("gpt2-micro", vocab=VOCAB).to(device)
+    model = models.build("gpt2-micro", vocab=VOCAB, layers=LAYERS).to(device)
     for block in model.blocks.values():
         fully_shard(block, mesh=axes)
     fully_shard(model, mesh=axes)
