@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -192,6 +193,34 @@ def save(model: Trained, root: Path) -> Path:
     (folder / "run.json").write_text("{}")
     (root / "runs" / "latest").symlink_to("small-1")
     return folder
+
+
+def test_a_failed_run_is_called_that_and_its_last_whole_checkpoint_is_taken(run, capsys):
+    failure = {"what": "Rank 1 was killed by SIGKILL.\nmore"}
+    (run / "run.json").write_text(json.dumps({"state": "failed", "failure": failure}))
+    use.generate(Path("latest"), "to be", max_tokens=4, temperature=0.0)
+    said = capsys.readouterr()
+    assert said.err == (
+        "small-1 failed: Rank 1 was killed by SIGKILL; it saved up to step 5\n"
+        "checkpoint: step-5, the last\n"
+    )
+    assert said.out.startswith("to be")
+
+
+def test_a_run_without_a_checkpoint_is_refused_with_the_newest_that_has_one(run):
+    failed = Path("runs/small-2")
+    (failed / "checkpoints" / "step-1").mkdir(parents=True)  # half written
+    info = {"state": "failed", "created": 9.0, "failure": {"what": "Rank 0: [/red] broke."}}
+    (failed / "run.json").write_text(json.dumps(info))
+    words = r"small-2 failed: Rank 0: \[/red\] broke, and has no whole checkpoint; the newest run with one is small-1$"
+    with pytest.raises(MusterError, match=words):
+        use.generate(failed, "to be")
+    with pytest.raises(MusterError, match=words):
+        use.evaluate(failed)
+    shutil.rmtree(run / "checkpoints")
+    (run / "run.json").write_text(json.dumps({"state": "finished"}))
+    with pytest.raises(MusterError, match=r"small-1 is finished, and has no whole .* neither has"):
+        use.generate(run, "to be")
 
 
 @pytest.mark.parametrize("name", ["latest", "small-1", "runs/small-1"])

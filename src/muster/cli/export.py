@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from muster.cli.checkpoints import AverageOption, CheckpointOption, checkpoint_path, say_which
 from muster.cli.common import CheckpointArgument, DirOption, console
-from muster.cli.use import AverageOption, CheckpointOption, checkpoint_path, say_which
 from muster.observe.progress import working
 
 

@@ -10,49 +10,19 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from muster.cli.checkpoints import (
+    AverageOption,
+    CheckpointOption,
+    checkpoint_path,
+    refuse_choice,
+    say_which,
+)
 from muster.cli.common import CheckpointArgument, DirOption, console, print_error
 from muster.data.corpus import Split
 from muster.errors import MusterError
 from muster.inference.subtitles import Format
 from muster.observe.progress import working
-from muster.observe.terminal import Terminal, write_text
-
-
-def checkpoint_path(checkpoint: Path, dir: Path) -> Path:
-    """A path as it stands, else a run in `dir` by its name, `latest` included."""
-    named = dir / checkpoint
-    if not checkpoint.exists() and (named / "run.json").is_file():
-        return named
-    if not checkpoint.exists():
-        raise MusterError(
-            f"no checkpoint at {checkpoint}: neither a path nor a run in {dir}; `muster runs` lists them"
-        )
-    return checkpoint
-
-
-CheckpointOption = Annotated[
-    str | None,
-    typer.Option(
-        "--checkpoint",
-        metavar="best|last|step-N",
-        help="Of a run. Default: the best by its validation score, else the last.",
-        show_default=False,
-    ),
-]
-AverageOption = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        help="The mean of so many checkpoints: the last, or with --checkpoint best the best.",
-    ),
-]
-
-
-def say_which(words: str) -> None:
-    """Which checkpoint of a run was taken, apart from the output."""
-    if words:
-        Terminal(stderr=True).print(f"checkpoint: {words}", soft_wrap=True)
-
+from muster.observe.terminal import write_text
 
 Decoder = Annotated[
     Literal["greedy", "beam"] | None, typer.Option(help="Speech. Default: the recipe's.")
@@ -108,7 +78,7 @@ def evaluate(
                 raise MusterError(
                     f"{path} is a model without data of its own; name some with --data"
                 )
-            _refuse_choice(path, which, average)
+            refuse_choice(path, which, average)
             trained = load_folder(path, options, other, language=language)
         else:
             trained = load_trained(path, options, other, which=which, average=average)
@@ -127,12 +97,6 @@ def evaluate(
     said, heard = _WORDS.get(trained.task.facts.content, ("right", "found"))
     for example in result.worst[:worst]:
         console.print(f"  {said} {example.reference}\n  {heard} {example.hypothesis}\n")
-
-
-def _refuse_choice(path: Path, which: str | None, average: int) -> None:
-    if which is not None or average != 1:
-        option = "--average" if which is None else "--checkpoint"
-        raise MusterError(f"{path} is one model, not a run; leave {option} out")
 
 
 def _other_data(data: str, split: Split | None) -> dict[str, Any]:
@@ -200,7 +164,7 @@ def transcribe(
     from muster.inference.transcribe import transcribe
 
     if is_folder(path):
-        _refuse_choice(path, which, average)
+        refuse_choice(path, which, average)
     recogniser = load_recogniser(
         path, options, language=language, timestamps=timestamps, which=which, average=average
     )
