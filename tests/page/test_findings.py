@@ -85,6 +85,12 @@ def test_one_idle_gpu_is_named(tmp_path: Path) -> None:
     assert found["rank"] == 2
 
 
+def test_a_gpu_that_rests_while_another_scores_its_last_batch_is_not_idle(tmp_path: Path) -> None:
+    path = synthetic.write(tmp_path / "run", ranks=2, steps=50, idle=(1,))
+    change(path / "ranks" / "1.heartbeat.json", phase="evaluation")
+    assert [found["level"] for found in findings(path)] == ["good"]
+
+
 def test_gpus_that_have_no_rank_are_counted(tmp_path: Path) -> None:
     path = synthetic.write(tmp_path / "run", ranks=1, steps=50)
     beat = path / "ranks" / "0.heartbeat.json"

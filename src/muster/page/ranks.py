@@ -23,6 +23,14 @@ SLOW = 1.3  # × the median of the others' work
 SLOW_SHARE = 0.05  # of a step: a difference that costs less is not worth a word
 IDLE = 0.05  # utilisation of a device that does nothing
 BUSY = 0.3  # and of one that works; the meter's mean over its last ten seconds
+# Outside of steps one rank may rightly be busy alone: it has one more batch to score, or writes results.
+IN_A_STEP = (
+    "waiting for data",
+    "counting the batch",
+    "forward and backward",
+    "optimizer step",
+    "waiting for the device",
+)
 IDLE_WORK = 0.1  # × the median of the others' work
 
 
@@ -133,12 +141,14 @@ def does_nothing(rank: int, times: dict[int, Times]) -> bool:
 
 
 def device_idle(files: RunFiles, rank: int) -> bool:
-    """Its device does nothing while another rank's works."""
+    """Its device does nothing in the steps while another rank's works."""
 
     def utilisation(r: int) -> float | None:
         found = (files.heartbeats.get(r, {}).get("device") or {}).get("utilisation")
         return None if found is None else float(found)
 
+    if files.heartbeats.get(rank, {}).get("phase") not in IN_A_STEP:
+        return False
     mine = utilisation(rank)
     others = [u for r in files.ranks if r != rank and (u := utilisation(r)) is not None]
     return mine is not None and mine < IDLE and max(others, default=0.0) > BUSY
