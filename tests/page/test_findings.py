@@ -1,6 +1,7 @@
 """What is wrong with a run is said in words that name the rank."""
 
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from muster.page.build import read_document
-from muster.page.ranks import LEAST_STEPS, WINDOW_S, last_times
+from muster.page.ranks import LEAST_STEPS, WINDOW_S, last_times, others_medians
 from page import synthetic
 
 
@@ -57,6 +58,16 @@ def test_a_slow_rank_shows_within_five_seconds_of_steps() -> None:
         times = last_times(np.concatenate([rows(normal, 1000), became]))
         assert times is not None
         assert times.work == slow
+
+
+def test_the_median_of_the_others_is_that_without_oneself() -> None:
+    for count in (2, 3, 6, 7):
+        values = {rank: float((7 * rank) % 5) for rank in range(count)}
+        assert others_medians(values) == {
+            rank: statistics.median(value for other, value in values.items() if other != rank)
+            for rank in values
+        }
+    assert others_medians({0: 1.0}) == {}
 
 
 def test_one_step_that_took_long_names_nobody(tmp_path: Path) -> None:

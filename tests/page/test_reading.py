@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from muster.page.build import document, read_document
-from muster.page.downsample import POINTS, bucket_size
+from muster.page.downsample import POINTS, bucket_size, rounded
 from muster.page.files import Growing, JsonFile
 from muster.page.read import RunFacts, RunFiles, Vanished
 from muster.page.summary import best
@@ -59,7 +59,7 @@ def test_samples_of_a_long_file_are_whole_lines_and_its_end_is_complete(tmp_path
     assert len(text) < path.stat().st_size / 5
     assert np.isfinite(steps).all()
     assert steps[-1] == 50_000
-    assert (np.diff(steps[-1000:]) == 1).all()
+    assert (np.diff(steps[-200:]) == 1).all()
     with path.open("a") as out:
         out.write(lines(50_001))
     assert parse(file.read()[1])["step"].tolist() == [50_001]
@@ -109,6 +109,12 @@ def test_a_curve_keeps_its_peak_and_its_gap(tmp_path: Path) -> None:
     assert max(value for value in series["high"] if value is not None) == 40.0  # one step's
     assert series["mean"].count(None) == 1
     assert bucket_size(5000) == 8
+
+
+def test_numbers_are_rounded_to_digits_and_stay_short() -> None:
+    values = np.array([[0.1 + 0.2, -1234567.8, 3e-9 / 7], [0.0, np.nan, -np.inf]])
+    assert json.dumps(rounded(values)) == "[[0.3, -1234570.0, 4.28571e-10], [0.0, null, null]]"
+    assert rounded(np.array([1795063708.3478315]), 13) == [1795063708.348]
 
 
 def test_a_short_curve_is_every_step(tmp_path: Path) -> None:

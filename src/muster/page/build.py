@@ -12,7 +12,7 @@ from muster.page.downsample import curves
 from muster.page.examples import examples
 from muster.page.findings import findings
 from muster.page.marks import marks, scores
-from muster.page.ranks import rows
+from muster.page.ranks import Compared, rows
 from muster.page.read import RunFiles
 from muster.page.summary import summary
 
@@ -27,10 +27,11 @@ def read_document(run: Path) -> Document:
 
 
 def document(files: RunFiles) -> Document:
-    lines = rows(files)
+    compared = Compared(files)
+    lines = rows(files, compared)
     return {
         "run": run_part(files),
-        "findings": findings(files, lines),
+        "findings": findings(files, lines, compared),
         "curves": curves(files.metrics, files.step_times()),
         "evaluations": scores(files),
         "marks": marks(files),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 
-from muster.page.document import Curves, Numbers, Series
+from muster.page.document import Curves, Series
 from muster.page.table import Floats, Table
 
 POINTS = 800  # at most; a screen is hardly wider
@@ -48,10 +49,16 @@ def bucket_size(rows: int) -> int:
     return 1 if rows <= POINTS else 2 ** math.ceil(math.log2(rows / POINTS))
 
 
-def rounded(values: Floats, digits: int = DIGITS) -> Numbers:
-    return [
-        float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()
-    ]
+def rounded(values: Floats, digits: int = DIGITS) -> Any:
+    """Nested lists of the same shape, each number to so many significant digits, null where it is not finite."""
+    finite = np.isfinite(values) & (values != 0)
+    known = np.where(finite, values, 1.0)
+    places = digits - 1 - np.floor(np.log10(np.abs(known)))
+    up, down = 10.0 ** np.clip(places, 0, 300), 10.0 ** np.clip(-places, 0, 300)
+    short = np.round(known * up / down) / up * down  # exact powers of ten: no digits come back
+    found = np.where(finite, short, values).astype(object)
+    found[~np.isfinite(values)] = None
+    return found.tolist()
 
 
 def _unit(name: str) -> str:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-BLOCK = 1024  # bytes of a sample: several lines
+BLOCK = 512  # bytes of a sample: a line or two
+TAIL = 16 * 1024  # and of the end, which is read whole
 
 
 class Growing:
@@ -39,7 +40,7 @@ class Growing:
             found = os.fstat(file.fileno())
             if fresh := self._replaced(found):
                 self.inode, self.offset = found.st_ino, 0
-            if samples is None or found.st_size - self.offset <= samples * BLOCK:
+            if samples is None or found.st_size - self.offset <= samples * BLOCK + TAIL:
                 file.seek(self.offset)
                 whole = _whole_lines(file.read())
                 self.offset += len(whole)
@@ -50,14 +51,13 @@ class Growing:
         return found.st_ino != self.inode or found.st_size < self.offset
 
     def _sample(self, file: int, size: int, samples: int) -> Iterator[bytes]:
-        first, stride = self.offset, (size - self.offset) // samples
-        for i in range(samples - 1):
-            block = os.pread(file, BLOCK, first + i * stride)
+        end = size - TAIL
+        for i in range(samples):
+            block = os.pread(file, BLOCK, self.offset + i * (end - self.offset) // samples)
             yield _whole_lines(block.partition(b"\n")[2])
-        begin = first + (samples - 1) * stride
-        cut, newline, rest = os.pread(file, size - begin, begin).partition(b"\n")
+        cut, newline, rest = os.pread(file, TAIL, end).partition(b"\n")
         whole = _whole_lines(rest)
-        self.offset = begin + len(cut + newline) + len(whole)
+        self.offset = end + len(cut + newline) + len(whole)
         yield whole
 
 

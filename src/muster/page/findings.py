@@ -8,16 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from muster.page.document import Finding, Level, Row
-from muster.page.ranks import (
-    IDLE,
-    SLOW,
-    Times,
-    all_times,
-    device_idle,
-    does_nothing,
-    is_slow,
-    others_median,
-)
+from muster.page.ranks import IDLE, SLOW, Compared, Times
 from muster.page.read import RunFiles
 
 MUCH_SLOWER = 2.0  # × the others: the run has half the speed it could have
@@ -29,18 +20,17 @@ MOST_NAMED = 8  # ranks in a sentence
 ORDER: tuple[Level, ...] = ("bad", "warn", "good")
 
 
-def findings(files: RunFiles, rows: Sequence[Row]) -> list[Finding]:
+def findings(files: RunFiles, rows: Sequence[Row], compared: Compared) -> list[Finding]:
     """The worst first."""
     found = [*_ended(files), *_numbers(files)]
-    times = all_times(files)
     if files.alive:
         found += [*_silent(rows), *_stuck(files, rows)]
     found += [*_unused_gpus(files)]
     if not files.info.get("rehearsal"):
-        found += [*_idle(files, times), *_slow(rows, times), *_waiting(times)]
+        found += [*_idle(files, compared), *_slow(rows, compared), *_waiting(compared)]
     found += [*_against_plan(files)]
-    if not found and len(times) > 1:
-        found += [_equal(times)]
+    if not found and len(compared.times) > 1:
+        found += [_equal(compared.times)]
     return sorted(found, key=lambda finding: ORDER.index(finding["level"]))
 
 
@@ -114,10 +104,10 @@ def _stuck(files: RunFiles, rows: Sequence[Row]) -> Iterator[Finding]:
             return
 
 
-def _idle(files: RunFiles, times: dict[int, Times]) -> Iterator[Finding]:
+def _idle(files: RunFiles, compared: Compared) -> Iterator[Finding]:
     """A run in which only one GPU works is said in one sentence."""
-    by_device = [rank for rank in files.ranks if files.alive and device_idle(files, rank)]
-    idle = by_device or [rank for rank in times if does_nothing(rank, times)]
+    by_device = [rank for rank in files.ranks if compared.device_idle(rank)]
+    idle = by_device or [rank for rank in compared.times if compared.does_nothing(rank)]
     if not idle:
         return
     working = [rank for rank in files.ranks if rank not in idle]
@@ -138,12 +128,13 @@ def _idle(files: RunFiles, times: dict[int, Times]) -> Iterator[Finding]:
     yield _finding("bad", f"{named} nothing while the others work ({what}).", idle[0])
 
 
-def _slow(rows: Sequence[Row], times: dict[int, Times]) -> Iterator[Finding]:
-    slow = [row for row in rows if is_slow(row["rank"], times)]
+def _slow(rows: Sequence[Row], compared: Compared) -> Iterator[Finding]:
+    times = compared.times
+    slow = [row for row in rows if compared.is_slow(row["rank"])]
     slow.sort(key=lambda row: -times[row["rank"]].work)
     for row in slow[:MOST_NAMED]:
-        mine, others = times[row["rank"]], others_median(row["rank"], times, "work") or 0.0
-        computes = others_median(row["rank"], times, "compute") or 0.0
+        mine, others = times[row["rank"]], compared.others_work[row["rank"]]
+        computes = compared.others_compute[row["rank"]]
         ratio = mine.work / others if others else float("inf")
         verb = "computes" if mine.compute > SLOW * computes else "takes for its own part of a step"
         yield _finding(
@@ -154,7 +145,8 @@ def _slow(rows: Sequence[Row], times: dict[int, Times]) -> Iterator[Finding]:
         )
 
 
-def _waiting(times: dict[int, Times]) -> Iterator[Finding]:
+def _waiting(compared: Compared) -> Iterator[Finding]:
+    times = compared.times
     if not times:
         return
     rank = max(times, key=lambda r: times[r].data)
@@ -168,7 +160,7 @@ def _waiting(times: dict[int, Times]) -> Iterator[Finding]:
             f"{worst.step:.3g} s): raise data.workers, or bring the data nearer.",
             None if usual > worst.data / 2 else rank,
         )
-    elif len(times) > 1 and not any(is_slow(r, times) for r in times):
+    elif len(times) > 1 and not any(compared.is_slow(r) for r in times):
         share = statistics.median(found.wait / found.step for found in times.values() if found.step)
         if share > WAIT_SHARE:
             yield _finding(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,25 +60,73 @@ def last_times(rows: Floats) -> Times | None:
     return Times(*(float(value) for value in np.median(window[:, 1:5], axis=0)))
 
 
-def all_times(files: RunFiles) -> dict[int, Times]:
-    recent = files.times.recent
-    found = {rank: last_times(recent[rank]) for rank in files.ranks if rank in recent}
-    return {rank: times for rank, times in found.items() if times}
+class Compared:
+    """Each rank beside the others."""
+
+    def __init__(self, files: RunFiles) -> None:
+        recent = files.times.recent
+        found = {rank: last_times(recent[rank]) for rank in files.ranks if rank in recent}
+        self.times = {rank: times for rank, times in found.items() if times}
+        self.others_work = others_medians({rank: one.work for rank, one in self.times.items()})
+        self.others_compute = others_medians(
+            {rank: one.compute for rank, one in self.times.items()}
+        )
+        self.beats = {rank: files.heartbeats.get(rank, {}) for rank in files.ranks}
+        self.alive = files.alive
+        self._busiest = max(filter(None, map(self._utilisation, self.beats)), default=0.0)
+
+    def is_slow(self, rank: int) -> bool:
+        mine, others = self.times.get(rank), self.others_work.get(rank)
+        if mine is None or others is None:
+            return False
+        return mine.work > SLOW * others and mine.work - others > SLOW_SHARE * mine.step
+
+    def does_nothing(self, rank: int) -> bool:
+        mine, others = self.times.get(rank), self.others_work.get(rank)
+        return mine is not None and others is not None and mine.work < IDLE_WORK * others
+
+    def device_idle(self, rank: int) -> bool:
+        """Its device does nothing in the steps while another rank's works."""
+        if not self.alive or self.beats[rank].get("phase") not in IN_A_STEP:
+            return False
+        mine = self._utilisation(rank)
+        return mine is not None and mine < IDLE and self._busiest > BUSY
+
+    def _utilisation(self, rank: int) -> float | None:
+        found = (self.beats[rank].get("device") or {}).get("utilisation")
+        return None if found is None else float(found)
 
 
-def rows(files: RunFiles) -> list[Row]:
-    times = all_times(files)
+def others_medians(values: Mapping[int, float]) -> dict[int, float]:
+    """For each rank the median of all others; nothing for one rank alone."""
+    order = sorted(values.values())
+    count = len(order) - 1
+    if count < 1:
+        return {}
+
+    def without(place: int, nth: int) -> float:
+        return order[nth if nth < place else nth + 1]
+
+    places = {rank: bisect_left(order, value) for rank, value in values.items()}
+    middle = ((count - 1) // 2, count // 2)
+    return {
+        rank: (without(place, middle[0]) + without(place, middle[1])) / 2
+        for rank, place in places.items()
+    }
+
+
+def rows(files: RunFiles, compared: Compared) -> list[Row]:
     devices = files.environment.get("devices") or []
     return [
-        _row(files, rank, devices[rank] if rank < len(devices) else "", times)
+        _row(files, rank, devices[rank] if rank < len(devices) else "", compared)
         for rank in files.ranks
     ]
 
 
-def _row(files: RunFiles, rank: int, device: str, times: dict[int, Times]) -> Row:
+def _row(files: RunFiles, rank: int, device: str, compared: Compared) -> Row:
     beat = files.heartbeats.get(rank, {})
     measured: dict[str, Any] = beat.get("device") or {}
-    mine, recent = times.get(rank), files.times.recent.get(rank)
+    mine, recent = compared.times.get(rank), files.times.recent.get(rank)
     last = None if recent is None or not len(recent) else recent[-1]
     return {
         "rank": rank,
@@ -94,7 +143,7 @@ def _row(files: RunFiles, rank: int, device: str, times: dict[int, Times]) -> Ro
         "compute_s": _rounded(mine.compute) if mine else None,
         "wait_s": _rounded(mine.wait) if mine else None,
         "data_s": _rounded(mine.data) if mine else None,
-        "state": _state(files, rank, times),
+        "state": _state(files, rank, compared),
     }
 
 
@@ -107,7 +156,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _state(files: RunFiles, rank: int, times: dict[int, Times]) -> RankState:
+def _state(files: RunFiles, rank: int, compared: Compared) -> RankState:
     beat = files.heartbeats.get(rank, {})
     if (files.info.get("failure") or {}).get("rank") == rank:
         return "failed"
@@ -117,38 +166,7 @@ def _state(files: RunFiles, rank: int, times: dict[int, Times]) -> RankState:
     usual: RankState = "ended" if ended else "ok"
     if files.info.get("rehearsal") or (not ended and beat.get("phase") == STARTING):
         return usual  # ranks that share a GPU are not compared
-    if is_slow(rank, times):
+    if compared.is_slow(rank):
         return "slow"
-    idle = does_nothing(rank, times) or (not ended and device_idle(files, rank))
+    idle = compared.does_nothing(rank) or compared.device_idle(rank)
     return "idle" if idle else usual
-
-
-def others_median(rank: int, times: dict[int, Times], kind: str) -> float | None:
-    others = [float(getattr(other, kind)) for r, other in times.items() if r != rank]
-    return statistics.median(others) if others else None
-
-
-def is_slow(rank: int, times: dict[int, Times]) -> bool:
-    mine, others = times.get(rank), others_median(rank, times, "work")
-    if mine is None or others is None:
-        return False
-    return mine.work > SLOW * others and mine.work - others > SLOW_SHARE * mine.step
-
-
-def does_nothing(rank: int, times: dict[int, Times]) -> bool:
-    mine, others = times.get(rank), others_median(rank, times, "work")
-    return mine is not None and others is not None and mine.work < IDLE_WORK * others
-
-
-def device_idle(files: RunFiles, rank: int) -> bool:
-    """Its device does nothing in the steps while another rank's works."""
-
-    def utilisation(r: int) -> float | None:
-        found = (files.heartbeats.get(r, {}).get("device") or {}).get("utilisation")
-        return None if found is None else float(found)
-
-    if files.heartbeats.get(rank, {}).get("phase") not in IN_A_STEP:
-        return False
-    mine = utilisation(rank)
-    others = [u for r in files.ranks if r != rank and (u := utilisation(r)) is not None]
-    return mine is not None and mine < IDLE and max(others, default=0.0) > BUSY

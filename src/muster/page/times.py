@@ -70,12 +70,13 @@ class RankTimes:
         return max((int(rows[-1, 0]) for rows in self.recent.values() if len(rows)), default=0)
 
     def heat(self, ranks: list[int]) -> Heat:
-        used = -(-self.last_step() // self._width)
+        last = self.last_step()
+        used = -(-last // self._width)
         empty = Bins(self._width)
-        means = [self._bins.get(rank, empty).means()[:used] for rank in ranks]
-        edges = [min(i * self._width, self.last_step()) for i in range(used + 1)]
-        compute, wait, data = (
-            [rounded(rank[:, kind], HEAT_DIGITS) for rank in means] for kind in range(3)
+        means = np.array([self._bins.get(rank, empty).means()[:used] for rank in ranks])
+        edges = [min(i * self._width, last) for i in range(used + 1)]
+        compute, wait, data = rounded(
+            np.moveaxis(means.reshape(len(ranks), used, 3), 2, 0), HEAT_DIGITS
         )
         return {"ranks": ranks, "step": edges, "compute": compute, "wait": wait, "data": data}
 
