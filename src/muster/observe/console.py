@@ -169,6 +169,8 @@ def event_words(event: dict[str, Any]) -> str | None:
             return f"rank {event['rank']} was killed{at} ({event['signal']}); restarting from the last checkpoint"
         case "continuing":
             return f"the last start of this run ended at step {event['step']}: {event['why']}"
+        case "warning":
+            return f"warning: {event['words']}"
         case "shrunk":
             after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after

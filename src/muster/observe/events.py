@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from muster.observe.results import read_last, read_lines
+
+log = logging.getLogger(__name__)
 
 EVENTS_FILE = "events.jsonl"
 Kind = Literal["restarted", "resumed"]
@@ -18,6 +22,13 @@ Kind = Literal["restarted", "resumed"]
 def write_event(folder: Path, what: str, **details: Any) -> None:
     with (folder / EVENTS_FILE).open("a") as file:
         file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
+
+
+def warn(folder: Path, words: str) -> None:
+    """In the log of this rank, and to whoever follows the run."""
+    log.warning("%s", words)
+    with suppress(OSError):  # a full disk
+        write_event(folder, "warning", words=words)
 
 
 def write_again(folder: Path, state: str, failure: Mapping[str, Any], signalled: bool) -> None:

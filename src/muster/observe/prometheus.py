@@ -6,7 +6,6 @@ It is made when it is asked for, from the files that the ranks write anyway: tra
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from muster.errors import RecipeError
+from muster.observe.events import warn
 from muster.observe.results import read_last
-
-log = logging.getLogger(__name__)
 
 GIB = 2.0**30
 
@@ -171,12 +169,10 @@ def serve(exporter: Exporter, host: str, port: int) -> Exporter | None:
     try:
         exporter.start(host, port)
     except (OSError, ImportError, OverflowError) as error:
-        log.warning(
-            "logging.prometheus: port %d of %s cannot be served, and the run goes on without it (%s); choose "
-            "another port",
-            port,
-            host,
-            error,
+        warn(
+            exporter.folder,
+            f"logging.prometheus: port {port} of {host} cannot be served, and the run goes on without it "
+            f"({error}); choose another port",
         )
         return None
     return exporter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import deque
@@ -10,11 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from muster.observe.events import warn
 from muster.observe.scores import rates
 from muster.observe.trackers.base import Status, Tracker, TrackerRun
 from muster.observe.trackers.sent import Sent
-
-log = logging.getLogger(__name__)
 
 QUEUE = 20_000  # points; about 10 MB
 EVERY_S = 1.0  # between calls of the tracker
@@ -66,11 +64,7 @@ class Sender(threading.Thread):
         except BaseException as error:  # a library may raise SystemExit
             self._gone, self.error = True, error
             self._queue.clear()
-            log.warning(
-                "logging.to: %s could not start, and the run goes on without it: %s",
-                self.label,
-                words(error),
-            )
+            self._warn(f"could not start, and the run goes on without it: {words(error)}")
             return
         closing = False
         while not closing:
@@ -90,6 +84,9 @@ class Sender(threading.Thread):
         if points:
             self._guarded(tracker.flush, given)
 
+    def _warn(self, told: str) -> None:
+        warn(self._run.folder, f"logging.to: {self.label} {told}")
+
     def _guarded(self, call: Callable[[], None], points: int) -> int:
         """The number of points that `call` was given, 0 after an exception; the first one is told."""
         try:
@@ -97,9 +94,7 @@ class Sender(threading.Thread):
         except BaseException as error:
             self.failed += points
             if self.error is None:
-                log.warning(
-                    "logging.to: %s failed, and the run goes on: %s", self.label, words(error)
-                )
+                self._warn(f"failed, and the run goes on: {words(error)}")
             self.error = error
             return 0
         return points

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from muster.observe.events import warn
 from muster.observe.trackers.base import Status, TrackerRun
 from muster.observe.trackers.named import label, make
 from muster.observe.trackers.sender import Point, Sender, words
 from muster.observe.trackers.sent import Sent
-
-log = logging.getLogger(__name__)
 
 END_S = 10.0  # that the end of a run waits for its trackers
 FAILED_S = 3.0  # the same after a failure
@@ -27,7 +25,7 @@ class Trackers:
         self, names: Sequence[str], folder: Path, recipe: dict[str, Any], step: int
     ) -> None:
         sent = Sent(folder) if names else None
-        self._senders: list[Sender] = []
+        self._folder, self._senders = folder, list[Sender]()
         for name in names:
             assert sent is not None
             known = label(name)
@@ -60,7 +58,7 @@ class Trackers:
         for sender in senders:
             sender.join(max(0.0, until - time.monotonic()))
             if told := _lost(sender, limit):
-                log.warning("logging.to: %s", told)
+                warn(self._folder, f"logging.to: {told}")
 
 
 def _lost(sender: Sender, limit: float) -> str | None:
