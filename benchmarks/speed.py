@@ -3,11 +3,11 @@
     python benchmarks/speed.py                    # every row; --write FILE keeps the table
     python benchmarks/speed.py gpt2 llama-1b      # some of them
 
-Every side is a process of its own, forked from one that has imported the libraries. muster's is one rank in its own training loop, with nothing set that
+Every side is a process of its own. muster's is one rank in its own training loop, with nothing set that
 concerns speed unless the row says so; for Whisper the data workers are as many as the peers'. The peers
 are the scripts in benchmarks/peers: Hugging Face's Trainer with bf16, fused AdamW and torch.compile, and a
-bare compiled loop without any framework. The first `--warm-up` steps (compilation, allocation) are not
-counted. Needs an NVIDIA GPU, transformers and accelerate.
+bare compiled loop without any framework. The first steps (compilation, allocation) are not counted. Needs an
+NVIDIA GPU, transformers and accelerate.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import multiprocessing
 import os
-import runpy
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,7 +29,6 @@ PEERS = Path(__file__).parent / "peers"
 RATE = 16000
 CLIPS = 1280
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz ")
-IMPORTS = ["torch", "transformers.trainer", "muster.worker.prepare"]
 QUIET = (
     "evaluation.every_steps=null",
     "evaluation.final=false",
@@ -50,6 +48,7 @@ class Row:
     muster: dict[str, tuple[str, ...]]
     peers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     steps: int = 40
+    warm_up: int = 15  # steps that are not counted: compilation, allocation
 
 
 def lm(preset: str, batch: int, length: int, *more: str) -> tuple[str, ...]:
@@ -118,6 +117,7 @@ ROWS = {
             "Trainer, compiled": ("hf_whisper.py",),
             "bare compiled loop, 30 s": ("bare_whisper.py", "--seconds", "30"),
         },
+        warm_up=80,  # buckets: each length is compiled when it comes first, and captured the second time
     ),
     "small": Row(
         "GPT-2-shaped, 6 layers of 384, 64 × 256",
@@ -161,7 +161,7 @@ def write_clips(path: Path) -> None:
     pq.write_table(pa.table({"audio": clips, "text": texts}), path, row_group_size=64)
 
 
-def run_muster(row: Row, side: str, clips: str, warm_up: int) -> dict[str, Any]:
+def run_muster(row: Row, side: str, clips: str) -> dict[str, Any]:
     """In this process, as one rank: its steps after the first few, from its own metrics."""
     import torch
 
@@ -181,12 +181,12 @@ def run_muster(row: Row, side: str, clips: str, warm_up: int) -> dict[str, Any]:
             loaded, RankInfo(), run_directory.create(Path(folder), "x", {})
         )
         job = prepare(loaded, mesh, run)
-        job.steps = warm_up + row.steps
+        job.steps = row.warm_up + row.steps
         train(job)
         job.observer.close()
         lines = read_lines(run.path / "metrics.jsonl")
         events = read_lines(run.path / "events.jsonl")
-    late = [line for line in lines if line["step"] > warm_up]
+    late = [line for line in lines if line["step"] > row.warm_up]
     choices = next(event for event in events if event["event"] == "choices")
     seconds = sum(line["step_time_s"] for line in late)
     return {
@@ -201,35 +201,20 @@ def run_muster(row: Row, side: str, clips: str, warm_up: int) -> dict[str, Any]:
 
 
 def start(words: list[str]) -> dict[str, Any]:
-    """What a side prints as JSON."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTS)
-    with tempfile.NamedTemporaryFile("r") as output:
-        process = context.Process(target=run_script, args=(words, output.name))
-        process.start()
-        process.join()
-        printed = output.read()
+    """The last line printed is what was found."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
     try:
-        found: dict[str, Any] = json.loads(printed[printed.rindex('{"per_s"') :].splitlines()[0])
-    except ValueError:
-        return {"failed": printed[-1500:]}
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"failed": (done.stdout + done.stderr)[-1500:]}
     return found
 
 
-def run_script(words: list[str], output: str) -> None:
-    """As `python words`, with all that it prints in a file."""
-    file = os.open(output, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.argv = words
-    runpy.run_path(words[0], run_name="__main__")
-
-
-def compare(name: str, clips: str, args: argparse.Namespace) -> list[str]:
+def compare(name: str, clips: str) -> list[str]:
     """Lines of the table, printed as each side ends."""
     row, lines, reference = ROWS[name], [], None
     sides = {title: [str(PEERS / words[0]), *words[1:]] for title, words in row.peers.items()}
-    common = ["--clips", clips, "--warm-up", str(args.warm_up)]
+    common = ["--clips", clips]
     sides |= {title: [__file__, name, "--side", title, *common] for title in row.muster}
     for title, words in sides.items():
         found = start(words)
@@ -250,13 +235,12 @@ def compare(name: str, clips: str, args: argparse.Namespace) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", nargs="*", default=list(ROWS), choices=[*ROWS, []], metavar="ROW")
-    parser.add_argument("--warm-up", type=int, default=15)
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--clips", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        print(json.dumps(run_muster(ROWS[args.rows[0]], args.side, args.clips, args.warm_up)))
+        print(json.dumps(run_muster(ROWS[args.rows[0]], args.side, args.clips)))
         return
     import torch
 
@@ -272,9 +256,9 @@ def main() -> None:
         if "whisper" in args.rows:
             write_clips(clips)
         for name in args.rows:
-            table += compare(name, str(clips), args)
-    if args.write:
-        args.write.write_text("\n".join(table) + "\n")
+            table += compare(name, str(clips))
+            if args.write:
+                args.write.write_text("\n".join(table) + "\n")
 
 
 if __name__ == "__main__":

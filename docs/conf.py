@@ -47,7 +47,7 @@ NAVIGATION = {
         "Speed </docs/speed>",
         "Check </docs/check>",
         "Benchmarks </docs/bench>",
-        "Whisper beside its peers </docs/benchmarks/whisper>",
+        "Training speed on an H200 </docs/benchmarks/h200>",
         "Time to the first step </docs/benchmarks/startup>",
         "Troubleshooting </docs/troubleshooting>",
     ],

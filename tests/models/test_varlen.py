@@ -58,6 +58,7 @@ def calls(monkeypatch, request) -> list[torch.Size]:
     monkeypatch.setattr(varlen, "kernel_runs", lambda device: True)
     monkeypatch.setattr(varlen, "HALVES", (torch.float64,))
     monkeypatch.setattr(varlen, "PADDED", 1)  # these sequences are short
+    monkeypatch.setattr(varlen, "SHORT", 20)
     return found
 
 
@@ -103,6 +104,9 @@ def test_only_what_the_kernel_can_is_left_to_it(calls, monkeypatch):
     run(q, None, 0.0)
     assert len(calls) == 1
     assert varlen.documents_of(None, STARTS) is None
+    monkeypatch.setattr(varlen, "SHORT", 21)
+    assert varlen.documents_of(DOCUMENTS, STARTS) == (DOCUMENTS, None)
+    monkeypatch.setattr(varlen, "SHORT", 20)
     monkeypatch.setattr(varlen, "PADDED", 20 * varlen.MOST_PADDED // 9 + 1)  # too many of them
     assert varlen.documents_of(DOCUMENTS, STARTS) == (DOCUMENTS, None)
     monkeypatch.undo()
