@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from muster.cli import app
 from muster.data.inspect import content_of, inspect
+from muster.errors import DataError
 
 
 def parts(spec, *options):
@@ -163,3 +164,39 @@ def test_the_command_shows_one_table_and_a_histogram(tmp_path):
     assert "all: 4 documents, 0.00 MB of text, 4 file(s)" in result.output
     assert "█" in result.output
     assert "training.txt: no split by the name alone" in result.output
+
+
+def test_several_places_are_one_corpus_with_the_splits_that_training_would_read(tmp_path):
+    files = {"a/train.txt": "a" * 9, "a/test.txt": "same", "b/one.txt": "same", "b/two.txt": "c"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    both = [str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "a")]
+    train, test = inspect(both)[0]
+    assert (train.split, train.files, test.split, test.files) == ("train", 3, "test", 1)
+    assert test.in_train == {0: 1}
+    named = [str(tmp_path / name) for name in ("a/test.txt", "a/train.txt")]
+    assert [part.split for part in inspect(named)[0]] == ["train", "test"]
+    shards = [str(tmp_path / "b" / name) for name in ("one.txt", "two.txt")]
+    assert [(part.split, part.files) for part in inspect(shards)[0]] == [("all", 2)]
+    with pytest.raises(
+        DataError, match=r"holds text, .* holds speech; look at each kind by itself"
+    ):
+        inspect([shards[0], "embedded:spoken-numbers"])
+
+
+def test_the_table_fits_a_line_of_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["data", "inspect", "embedded:spoken-numbers"]).output
+    table = [line for line in shown.splitlines() if line.startswith("│")]
+    cells = {
+        row[1].strip(): [cell.strip() for cell in row[2:-1]]
+        for row in (li.split("│") for li in table)
+    }
+    assert "…" not in "".join(table)
+    assert max(map(len, table)) <= 80
+    assert list(cells) == [
+        "files", "clips", "shortest, in seconds", "median", "95 % are at most", "longest",
+        "unreadable", "duplicates", "also in train",
+    ]  # fmt: skip
+    assert cells["also in train"] == ["", "0", "0"]

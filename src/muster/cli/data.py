@@ -21,8 +21,11 @@ app = typer.Typer(no_args_is_help=True, help="Make or look at a corpus.")
 
 @app.command("inspect")
 def data_inspect(
-    spec: Annotated[
-        str, typer.Argument(metavar="DATA", help="A folder, file, glob or embedded:NAME.")
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DATA…", help="Folders, files, globs or embedded:NAME, together one corpus."
+        ),
     ],
     kind: Annotated[
         Content | None,
@@ -40,7 +43,7 @@ def data_inspect(
     from muster.data.inspect import inspect
 
     with working("decoding" if decode else "reading", "clips") as progress:
-        parts, remarks = inspect(spec, kind, progress, decode)
+        parts, remarks = inspect(data, kind, progress, decode)
     console.print(_table(parts))
     for part in parts:
         _show(part)
@@ -49,21 +52,24 @@ def data_inspect(
 
 
 def _table(parts: list[Inspection]) -> Table:
+    """A column for each split: there are three at most, and a line has 80 columns."""
     from rich.table import Table
 
     what, unit = parts[0].what, parts[0].unit
-    table = Table("split", "files", what, "shortest", "median", "95 %", "longest")
-    table.caption = "lengths in seconds" if unit == "s" else f"lengths in {unit}"
-    for name in ("unreadable", "duplicates", "also in train"):
-        table.add_column(name)
+    table = Table("", *(part.split for part in parts))
     for column in table.columns[1:]:
         column.justify = "right"
-    for part in parts:
-        sizes = [_length(value, unit) for value in part.lengths]
-        both = "" if part.split in ("train", "all") else f"{len(part.in_train):,}"
-        counts = [f"{part.files:,}", f"{part.count:,}"]
-        rest = [f"{part.unreadable:,}", f"{len(part.twins):,}", both]
-        table.add_row(part.split, *counts, *sizes, *rest)
+    of = f"in {'seconds' if unit == 's' else unit}"
+    sizes = [f"shortest, {of}", "median", "95 % are at most", "longest"]
+    table.add_row("files", *(f"{part.files:,}" for part in parts))
+    table.add_row(what, *(f"{part.count:,}" for part in parts))
+    for number, name in enumerate(sizes):
+        table.add_row(name, *(_length(part.lengths[number], unit) for part in parts))
+    table.add_row("unreadable", *(f"{part.unreadable:,}" for part in parts))
+    table.add_row("duplicates", *(f"{len(part.twins):,}" for part in parts))
+    if any(part.split == "train" for part in parts):
+        both = ("" if part.split == "train" else f"{len(part.in_train):,}" for part in parts)
+        table.add_row("also in train", *both)
     return table
 
 

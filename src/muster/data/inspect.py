@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from muster.data.inspection import Inspection, find_duplicates, histogram, sprea
 from muster.data.parquet import AUDIO_NAMES, holds_text, open_parquet
 from muster.data.problems import Problems
 from muster.data.progress import Progress
-from muster.data.splits import SPLITS
+from muster.data.splits import SPLITS, Assigned, Split, assign_names
 from muster.data.text.conversations import are_chat, read_conversations
 from muster.data.text.documents import read_documents, row_name
 from muster.errors import DataError
@@ -25,40 +25,68 @@ COMMON = 8
 
 
 def inspect(
-    spec: str,
+    specs: str | Sequence[str],
     content: Content | None = None,
     progress: Progress | None = None,
     decode: bool = False,
 ) -> tuple[list[Inspection], list[str]]:
-    """Each split of `spec`, and what is said of its files; a single file or glob counts as one split.
+    """Each split of the corpora together, and what is said of their files; a single file or glob counts as one
+    split.
 
     `decode` decodes every clip, and the index stores those that fail.
     """
-    content = content or content_of(spec)
-    paths = split_paths(spec, content)
+    specs = [specs] if isinstance(specs, str) else list(dict.fromkeys(specs))
+    content = content or _content_of_all(specs)
+    paths = split_paths(specs, content)
     if content == "speech":
         from muster.data.speech.inspect import inspect_speech
 
         parts = inspect_speech(paths, progress, decode)
     elif content == "images":
-        parts = [_images(spec, split, files) for split, files in paths.items()]
+        parts = [_images(specs[0], split, files) for split, files in paths.items()]
     else:
         parts = [_text(split, files) for split, files in paths.items()]
-    remarks, notes = not_used({"train": spec, "validation": None, "test": None}, content, None)
+    remarks, notes = not_used({"train": specs, "validation": None, "test": None}, content, None)
     return find_duplicates(parts), notes + Account([], remarks, []).warnings()
 
 
-def split_paths(spec: str, content: Content) -> dict[str, list[Path]]:
-    """The files of each split; `all` where there are no splits. Embedded images have none."""
-    found, assigned = corpus.find(spec, "data", content)
-    if spec == corpus.DIGITS:
+def split_paths(specs: Sequence[str], content: Content) -> dict[str, list[Path]]:
+    """The files of each split; `all` where there are no splits. Embedded images have none. Of several corpora
+    as training on them reads them; several files, of which names say nothing to training, have the
+    splits that their names say."""
+    if corpus.DIGITS in specs:
+        if len(specs) > 1:
+            raise DataError(f"{corpus.DIGITS} has no files; name it alone")
         return {"train": [], "test": []}
-    paths = {str(split): assigned.of_split(split) for split in SPLITS}
-    paths = {split: files for split, files in paths.items() if files}
-    if not any(assigned.of.values()):
-        paths = {"all": found}
-    corpus.remote.fetch([path for files in paths.values() for path in files])
+    places = [corpus.find(spec, "data", content) for spec in specs]
+    files = [path for found, _ in places for path in found]
+    assigned = [assigned for _, assigned in places]
+    if len(specs) > 1 and not any(one.of for one in assigned):
+        assigned = [assign_names({path: Path(path.name) for path in files})]
+        places = [(files, assigned[0])]
+    paths = {"all": list(dict.fromkeys(files))}
+    if any(split for one in assigned for split in one.of.values()):
+        paths = {str(split): _of_split(split, places) for split in SPLITS}
+        paths = {split: found for split, found in paths.items() if found}
+    corpus.remote.fetch([path for found in paths.values() for path in found])
     return paths
+
+
+def _of_split(split: Split, places: Sequence[tuple[list[Path], Assigned]]) -> list[Path]:
+    """Without a split of its own, a corpus is training data."""
+    found: dict[Path, None] = {}
+    for files, assigned in places:
+        whole = files if split == "train" else []
+        found |= dict.fromkeys(assigned.of_split(split) if assigned.of else whole)
+    return list(found)
+
+
+def _content_of_all(specs: Sequence[str]) -> Content:
+    found = {spec: content_of(spec) for spec in specs}
+    if len(set(found.values())) > 1:
+        words = ", ".join(f"{spec} holds {content}" for spec, content in found.items())
+        raise DataError(f"{words}; look at each kind by itself, or name one with --kind")
+    return found[specs[0]]
 
 
 def content_of(spec: str) -> Content:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster import models
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch, Inputs
 from muster.data.speech import windows
@@ -36,8 +34,8 @@ from muster.models.whisper.hybrid import HeadWeights, HybridWhisper
 from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
 from muster.recipe.schema import Recipe
+from muster.tasks import whisper_ctc
 from muster.tasks.base import AnyRank, Counts, Example, Lengths, Score, Task
-from muster.tasks.ctc import ctc_targets, frames_needed, summed_ctc_loss
 from muster.tasks.likelihood import negative_log_likelihood
 from muster.tasks.speech import (
     augmentation,
@@ -49,12 +47,11 @@ from muster.tasks.speech import (
     word_rates,
     word_score,
 )
+from muster.tasks.whisper_recipe import config_for, longest_window, normaliser_for, refuse_misfits
 from muster.workloads import Workload
 
 BEAMS = 5
 TOKEN_MULTIPLE = 32
-JOINT_WEIGHT = 0.4  # of a CTC head in decoding
-CTC_TARGETS = ("ctc_targets", "ctc_target_lengths")
 
 
 class SpeechSeq2Seq(Task):
@@ -71,7 +68,7 @@ class SpeechSeq2Seq(Task):
             )
         if assets is None:
             self._folder = _pretrained(recipe)
-            self.config = self._configure()
+            self.config = config_for(recipe, self._folder)
             self.tokens = self._tokenize()
             self.generation = Generation(self.tokens.suppress, self.tokens.suppress_first)
             self.spelling: dict[str, str] | None = None
@@ -84,11 +81,11 @@ class SpeechSeq2Seq(Task):
             self.generation = Generation.from_json(assets["generation"])
             self.spelling = assets["spelling"]
             self.buckets = tuple(assets["buckets"])
-        self._check()
+        refuse_misfits(recipe, self.config, self.tokens, self.generation)
         data = recipe.data
         self.prompt = self.tokens.prompt(data.language, data.speech_task, data.timestamps)
         self.logmel = WhisperLogMel(self.config.mels)
-        self.normalise = make_normaliser(self._normaliser(), self.spelling)
+        self.normalise = make_normaliser(normaliser_for(recipe, self.tokens), self.spelling)
 
     @property
     def assets(self) -> dict[str, Any]:  # type: ignore[override]
@@ -153,7 +150,7 @@ class SpeechSeq2Seq(Task):
             if found is not None and split == "train":
                 self._fit_texts(found)
                 if self.ctc_weight:
-                    self._fit_frames(found)
+                    whisper_ctc.keep_long_enough(found, self.tokens, self._max_text_tokens)
             self._sources[split] = found
         return self._sources[split]
 
@@ -187,8 +184,7 @@ class SpeechSeq2Seq(Task):
             **augmentation(self.recipe, samples, epoch, self.config.mels),
         }
         if self.ctc_weight:
-            symbols = [[t for t in row if self._is_text(t)] for row in targets.tolist()]
-            tensors |= dict(zip(CTC_TARGETS, ctc_targets(symbols), strict=True))
+            tensors |= whisper_ctc.target_tensors(targets, self._is_text)
         return Batch(
             ids=[s.id for s in samples],
             tensors=tensors,
@@ -213,7 +209,7 @@ class SpeechSeq2Seq(Task):
             tokens = F.pad(tokens, (0, missing), value=self.tokens.end)
             targets = F.pad(targets, (0, missing), value=IGNORE)
         prepared = {"features": features, "tokens": tokens, "targets": targets}
-        prepared |= {name: tensors[name] for name in CTC_TARGETS if name in tensors}
+        prepared |= whisper_ctc.taken(tensors)
         return dataclasses.replace(batch, tensors=prepared)  # without the waveforms
 
     def inputs(self, batch: Batch) -> Inputs:
@@ -232,7 +228,6 @@ class SpeechSeq2Seq(Task):
             prompt = self.tokens.prompt(data.language, data.speech_task, timestamps)
         else:
             timestamps = data.timestamps
-        weight = JOINT_WEIGHT if options.ctc_weight == "auto" else options.ctc_weight
         beams = BEAMS if options.beam_width == "auto" else options.beam_width
         search = Search(
             end=self.tokens.end,
@@ -240,7 +235,7 @@ class SpeechSeq2Seq(Task):
             beams=beams if options.decoder == "beam" else 1,
             suppress=self.generation.suppress,
             suppress_first=self.generation.suppress_first,
-            ctc_weight=weight if self.ctc_weight and not timestamps else 0.0,
+            ctc_weight=whisper_ctc.decoding_weight(self.recipe, timestamps=timestamps),
             first_timestamp=self.tokens.first_timestamp if timestamps else None,
             any_rank=any_rank,
         )
@@ -255,11 +250,7 @@ class SpeechSeq2Seq(Task):
         )
         if ctc_logits is None:
             return loss
-        # All frames of the window: the head learns that padding is blank, as every layer sees it.
-        lengths = torch.full((len(ctc_logits),), ctc_logits.shape[1])
-        targets = batch["ctc_targets"], batch["ctc_target_lengths"]
-        ctc = summed_ctc_loss(ctc_logits, lengths, targets, blank=self.tokens.end)
-        return (1 - weight) * loss + weight * ctc
+        return whisper_ctc.joint_loss(loss, ctc_logits, batch, weight, self.tokens.end)
 
     def example(self) -> SpeechSample:
         asked = self.recipe.data.window
@@ -310,7 +301,7 @@ class SpeechSeq2Seq(Task):
     @property
     def _longest(self) -> float:
         """Seconds that the encoder has positions for."""
-        return self.config.source_positions / windows.TICKS_PER_SECOND
+        return longest_window(self.config)
 
     @property
     def _max_text_tokens(self) -> int:
@@ -338,32 +329,9 @@ class SpeechSeq2Seq(Task):
         else:
             source.keep([i not in long for i in range(len(texts))], why)
 
-    def _fit_frames(self, source: SpeechSource) -> None:
-        """Clips that are too short for CTC are left out."""
-        encoded = self.tokens.encode_all(source.texts, timestamps=False)
-        needed = [frames_needed(ids[: self._max_text_tokens]) for ids in encoded]
-        frames = np.ceil(source.lengths * windows.TICKS_PER_SECOND)
-        source.keep(
-            [want <= have for want, have in zip(needed, frames, strict=True)],
-            "the transcript has more tokens than the encoder has frames for the clip (training.ctc_weight)",
-        )
-
     def _is_text(self, target: int) -> bool:
         """Neither IGNORE nor the end, nor a timestamp."""
         return 0 <= target < self.tokens.end
-
-    def _configure(self) -> WhisperConfig:
-        wanted = self.recipe.model
-        if self._folder is not None:
-            config = whisper_folder.read_config(self._folder)
-            return dataclasses.replace(config, dropout=wanted.dropout)
-        if wanted.config is not None:
-            config = whisper_folder.read_config(Path(wanted.config).expanduser(), "model.config")
-            return dataclasses.replace(config, dropout=wanted.dropout)
-        models.check_preset(self.recipe.task, wanted.preset, wanted.sizes)
-        found = models.configure(wanted.preset, wanted.sizes, dropout=wanted.dropout)
-        assert isinstance(found, WhisperConfig)
-        return found
 
     def _tokenize(self) -> WhisperTokens:
         """The tokenizer; a fresh model's vocabulary becomes as large as its tokenizer's."""
@@ -383,39 +351,6 @@ class SpeechSeq2Seq(Task):
             vocab = self.recipe.model.vocab_size or tokens.size
             self.config = dataclasses.replace(self.config, vocab=vocab)
         return tokens
-
-    def _check(self) -> None:
-        if self.tokens.size > self.config.vocab:
-            raise RecipeError(
-                f"data.tokenizer: it has {self.tokens.size} ids, the model's embedding only "
-                f"{self.config.vocab} rows; use the model's tokenizer"
-            )
-        suppressed = (*self.generation.suppress, *self.generation.suppress_first)
-        if max(suppressed, default=0) >= self.config.vocab:
-            raise RecipeError(
-                f"model.pretrained: generation_config.json suppresses token {max(suppressed)}, but the "
-                f"model has only {self.config.vocab}; correct it there"
-            )
-        asked = {
-            "data.window": self.recipe.data.window,
-            "evaluation.window": self.recipe.evaluation.window,
-        }
-        for key, seconds in asked.items():
-            if isinstance(seconds, str):
-                continue
-            ticks = seconds * windows.TICKS_PER_SECOND
-            if seconds > self._longest or not math.isclose(ticks, round(ticks)):
-                raise RecipeError(
-                    f"{key}: {seconds} s; the encoder takes multiples of 0.02 s up to "
-                    f"{self._longest:g} s, or `bucket`"
-                )
-
-    def _normaliser(self) -> Literal["whisper", "basic", "none"]:
-        asked = self.recipe.evaluation.normalizer
-        if asked != "auto":
-            return asked
-        language = self.recipe.data.language or ("" if self.tokens.multilingual else "en")
-        return "whisper" if language.lower() in ("en", "english") else "basic"
 
 
 def _pretrained(recipe: Recipe) -> Path | None:
