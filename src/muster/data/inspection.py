@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from muster.data.overlap import pairs
+
 BINS = 10
 LONG_TAIL = 20.0  # longest ÷ median from which the bins of a histogram grow
 NAMED = 3
@@ -62,21 +64,11 @@ def _some(named: Sequence[str], count: int) -> str:
 def find_duplicates(parts: Sequence[Inspection]) -> list[Inspection]:
     """With the samples that are there twice, and those that are in the split `train` too."""
     train = next((part for part in parts if part.split == "train"), None)
-    known = _first(train.keys) if train else {}
     found = []
     for part in parts:
-        first = _first(part.keys)
-        twins = {i: first[key] for i, key in part.keys.items() if first[key] != i}
-        both = part is not train
-        in_train = {i: known[key] for i, key in part.keys.items() if both and key in known}
+        twins = {i: j for i, j in pairs(part.keys, part.keys).items() if i != j}
+        in_train = pairs(part.keys, train.keys) if train and part is not train else {}
         found.append(replace(part, twins=twins, in_train=in_train))
-    return found
-
-
-def _first(keys: Mapping[int, Hashable]) -> dict[Hashable, int]:
-    found: dict[Hashable, int] = {}
-    for index, key in keys.items():
-        found.setdefault(key, index)
     return found
 
 
