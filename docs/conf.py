@@ -42,6 +42,7 @@ NAVIGATION = {
         "Rehearsal </docs/rehearsal>",
     ],
     "See and measure": [
+        "See a run </docs/page>",
         "Trackers </docs/trackers>",
         "Profile </docs/profile>",
         "Speed </docs/speed>",

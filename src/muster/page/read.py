@@ -17,6 +17,8 @@ from muster.page.table import Floats, Table, parse
 from muster.page.times import RankTimes
 from muster.run_directory import ALIVE, Run
 
+SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is
+
 
 class Vanished(MusterError):
     """The run directory was removed, or its storage is away."""
@@ -150,7 +152,7 @@ class RunFiles(RunFacts):
 
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text())
+        document = yaml.load(path.read_text(), SAFE_LOADER)
     except (OSError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}

@@ -19,6 +19,7 @@ from muster.page.build import read_document
 from muster.page.compare import compare_runs
 from muster.page.document import Document
 from muster.page.examples import audio_file
+from muster.page.read import RunFacts
 from muster.run_directory import ENDED, Run
 
 log = logging.getLogger(__name__)
@@ -57,16 +58,12 @@ def write(runs: Sequence[Path], file: Path) -> None:
 def write_at_end(run: Run) -> None:
     """When a run has ended, in whichever way, unless `logging.report` is off. It never fails a run."""
     try:
-        if run.info().get("state") in ENDED and _wanted(run):
+        facts = RunFacts(run.path)
+        facts.refresh()
+        if facts.state in ENDED and facts.recipe.get("logging", {}).get("report", True):
             write([run.path], run.path / REPORT)
     except Exception as error:
         log.warning("%s was not written: %s", REPORT, error)
-
-
-def _wanted(run: Run) -> bool:
-    from muster.recipe.load import from_resolved
-
-    return from_resolved(run.path / "recipe.yaml").logging.report
 
 
 def recordings(runs: Sequence[Path], documents: Sequence[Document]) -> dict[str, dict[str, str]]:

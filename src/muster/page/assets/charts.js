@@ -193,7 +193,7 @@ class Chart {
 
   line(line) {
     const xs = line[this.group.axis];
-    const weight = line.dots ? 0 : SMOOTHING[this.group.smooth];
+    const weight = line.dots || this.spec.id === "lr" ? 0 : SMOOTHING[this.group.smooth];
     const parts = [];
     if (line.low?.length && this.spec.lines.length === 1) parts.push(svg("path", { class: "band", d: this.band(xs, line.low, line.high) }));
     if (weight) parts.push(svg("path", { class: "raw", d: this.path(xs, line.mean) }));

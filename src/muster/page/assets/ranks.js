@@ -250,7 +250,7 @@ function rankTable(rows, live) {
   const memory = (row) => (known(row.memory_total_gib) ? gauge(row.memory_gib / row.memory_total_gib, `${number(row.memory_gib, 3)} of ${number(row.memory_total_gib, 3)}`) : number(row.memory_gib, 3));
   const all = [
     [">Rank", (row) => row.rank, () => true],
-    ["", (row) => rankMark(row.state), (row) => row.state !== "ok" && row.state !== "ended"],
+    ["", (row) => (row.state === "ended" && !live ? "" : rankMark(row.state)), (row) => row.state !== "ok" && row.state !== "ended"],
     ["Node", (row) => row.node, (row) => row.node],
     ["Device", (row) => shortDevice(row.device), (row) => row.device],
     [">Step", (row) => whole(row.step), (row) => known(row.step)],
