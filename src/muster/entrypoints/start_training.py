@@ -61,7 +61,8 @@ def start_training(arguments: Sequence[str], folder: Path) -> int:
     if code := subprocess.run([*command, "--detach"], stdout=subprocess.DEVNULL).returncode:
         return code
     run = next(r for r in run_directory.every(Path(recipe.logging.dir)) if r not in before)
-    print(_started(run, _mode(found, ranks), _backend(recipe, found), here))
+    board = "tensorboard" in recipe.logging.to
+    print(_started(run, _mode(found, ranks), _backend(recipe, found), here, board=board))
     return 0
 
 
@@ -302,7 +303,7 @@ def _backend(recipe: Recipe, found: Inventory) -> str:
     return "NCCL" if found.gpus and recipe.distributed.backend != "gloo" else "gloo"
 
 
-def _started(run: run_directory.Run, mode: str, backend: str, here: Path) -> str:
+def _started(run: run_directory.Run, mode: str, backend: str, here: Path, *, board: bool) -> str:
     """With commands and paths relative to `here`."""
     path, muster = os.path.relpath(run.path, here), _shown_muster(here)
     logs = os.path.dirname(path)
@@ -318,7 +319,7 @@ def _started(run: run_directory.Run, mode: str, backend: str, here: Path) -> str
             f"  Stop it: {muster} stop {path}",
             f"  Logs: {path}/ranks/0.log (one per rank), {path}/launcher.log",
             f"  Results, when it has ended: {logs}/{RESULTS}",
-            f"  Curves: tensorboard --logdir {logs}/",
+            *([f"  Curves: tensorboard --logdir {logs}/"] if board else []),
         ]
     )
 
