@@ -10,7 +10,7 @@ import soundfile
 
 from muster.errors import DataError
 from muster.page.build import read_document
-from muster.page.examples import differences
+from muster.page.examples import audio_file, differences
 from muster.tasks.base import Example
 from muster.worker.recordings import keep_recordings
 from page import synthetic
@@ -54,6 +54,13 @@ def test_a_clip_that_cannot_be_read_ends_it_without_an_error(
 def test_data_without_audio_keeps_none(tmp_path: Path) -> None:
     assert keep_recordings(tmp_path, object(), mistakes(1), 10, RATE) == {}
     assert not (tmp_path / "mistakes").exists()
+
+
+def test_a_recording_is_found_by_its_number_alone(tmp_path: Path) -> None:
+    keep_recordings(tmp_path, Clips(), mistakes(5), 10, RATE)
+    assert audio_file(tmp_path, "5") == tmp_path / "mistakes" / "5.flac"
+    assert audio_file(tmp_path, "../mistakes/5") is None
+    assert audio_file(tmp_path, "6") is None
 
 
 def test_differences_are_runs_of_words() -> None:
