@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import socket
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from muster.entrypoints.open_run import check_before_launch, open_run
 from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.observe.results import complete_steps, read_lines
 from muster.recipe.load import load
+from muster.training import mirror
 from muster.training.loop import train
 from muster.training.mirror import Mirror, complete, restore, restore_if_none
 from training import make_job
@@ -274,6 +277,23 @@ def test_a_named_run_on_an_empty_disk_begins_with_what_the_mirror_has(s3, shards
     run, claim, _ = open_run(recipe, 1, 1, None, "another")
     claim.close()
     assert complete_steps(run.path) == []
+
+
+def test_a_mirror_that_cannot_be_reached_is_given_up_within_seconds(monkeypatch):
+    monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(mirror, "PROBE_S", 3.0)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))  # nothing listens: refused at once, each time
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+        monkeypatch.setenv("AWS_REGION", "x")
+        begun = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=r"checkpoint\.mirror: .*, tried for \d s; try again"
+        ):
+            mirror.check("s3://bucket/x")
+        assert time.monotonic() - begun < 10
 
 
 def test_a_mirror_that_cannot_be_is_refused_before_there_is_a_run(s3, shards):

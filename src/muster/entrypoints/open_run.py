@@ -214,9 +214,11 @@ def check_before_launch(
     if recipe.task in WORKLOADS and (not resumed or recipe.model.pretrained is None):
         check_model(recipe, layout)
     if recipe.checkpoint.mirror and not resumed:
+        from muster.observe.progress import working
         from muster.training import mirror
 
-        mirror.check(recipe.checkpoint.mirror)
+        with working(f"trying to write to checkpoint.mirror, {recipe.checkpoint.mirror}"):
+            mirror.check(recipe.checkpoint.mirror)
     corpus.check(recipe.task, data.sources, data.validation, data.test)
     if recipe.task in WORKLOADS:
         tokenizer = None if resumed else check_tokenizer(recipe)

@@ -32,24 +32,25 @@ from muster.urls import scheme
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0  # how often a waiting rank checks the progress of a copy
+PROBE_S = 12.0  # of tries to reach it, before a run starts
 PATIENCE_S = 240.0  # without a byte, until it waits no longer: less than what counts as a stall
 
 
-def open_bucket(address: str) -> tuple[Bucket, str]:
+def open_bucket(address: str, *, quick: bool = False) -> tuple[Bucket, str]:
     """The bucket, and the folder in it."""
     kind = scheme(address)
     assert kind is not None
     name, _, folder = address.partition("://")[2].partition("/")
-    return Bucket(kind, name), folder.strip("/")
+    return Bucket(kind, name, quick=quick), folder.strip("/")
 
 
 def check(address: str) -> None:
-    """It can be written to; the error names the key."""
+    """It can be written to; the error names the key, after some `PROBE_S` where nothing answers."""
     try:
-        bucket, folder = open_bucket(address)
+        bucket, folder = open_bucket(address, quick=True)
         probe = f"{folder}/.muster-{os.urandom(4).hex()}".lstrip("/")
-        retried(address, lambda: deque(bucket.write(Path(os.devnull), probe), maxlen=0))
-        retried(address, lambda: bucket.delete(probe))
+        retried(address, lambda: deque(bucket.write(Path(os.devnull), probe), maxlen=0), PROBE_S)
+        retried(address, lambda: bucket.delete(probe), PROBE_S)
     except MusterError as error:
         raise CheckpointError(f"checkpoint.mirror: {error}") from None
 

@@ -41,14 +41,19 @@ def require(kind: str) -> None:
 
 @cache
 def file_system(
-    kind: str, bucket: str, process: int, variables: tuple[tuple[str, str], ...]
+    kind: str, bucket: str, quick: bool, process: int, variables: tuple[tuple[str, str], ...]
 ) -> Any:
-    """One per process, since connections must not be shared after a fork, and environment."""
+    """One per process, since connections must not be shared after a fork, and environment. `quick`: its library
+    tries once, and does not wait for long."""
     import pyarrow.fs
 
     if kind == "gs":
         return pyarrow.fs.GcsFileSystem(**_gcs_options())
-    return pyarrow.fs.S3FileSystem(**_s3_options(bucket))
+    options = _s3_options(bucket)
+    if quick:
+        once = pyarrow.fs.AwsStandardS3RetryStrategy(max_attempts=1)
+        options |= {"connect_timeout": 4, "request_timeout": 8, "retry_strategy": once}
+    return pyarrow.fs.S3FileSystem(**options)
 
 
 def _gcs_options() -> dict[str, Any]:
@@ -89,15 +94,15 @@ def _version(info: Any) -> str:
 class Bucket:
     """One bucket of either store."""
 
-    def __init__(self, kind: str, bucket: str) -> None:
+    def __init__(self, kind: str, bucket: str, *, quick: bool = False) -> None:
         require(kind)
-        self.kind, self.name = kind, bucket
+        self.kind, self.name, self.quick = kind, bucket, quick
 
     @property
     def files(self) -> Any:
         names = [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "STORAGE_"))]
         variables = tuple((name, os.environ[name]) for name in sorted(names))
-        return file_system(self.kind, self.name, os.getpid(), variables)
+        return file_system(self.kind, self.name, self.quick, os.getpid(), variables)
 
     def find(self, spec: str) -> tuple[list[RemoteFile], Kind]:
         key = spec.partition("://")[2].partition("/")[2]

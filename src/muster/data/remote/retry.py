@@ -27,10 +27,11 @@ class TemporaryError(Exception):
 
 
 class Patience:
-    """Waits between tries of one thing, until there were too many in a row."""
+    """Waits between tries of one thing, until there were too many in a row, or they took `limit_s`."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, limit_s: float | None = None) -> None:
         self.what, self.failures = what, 0
+        self.limit_s, self._begun = limit_s, time.monotonic()
         self._random = random.Random()  # not the one that training may be seeded with
 
     def progress(self) -> None:
@@ -45,12 +46,17 @@ class Patience:
             )
         longest = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (self.failures - 1))
         pause = max(longest * self._random.uniform(0.5, 1.0), min(error.wait_s, LONGEST_WAIT_S))
+        taken = time.monotonic() - self._begun
+        if self.limit_s is not None and taken + pause >= self.limit_s:
+            raise DataError(
+                f"{self.what}: {error}, tried for {taken:.0f} s; try again when it can be reached"
+            )
         log.warning("%s: %s; trying again in %.1f s", self.what, error, pause)
         time.sleep(pause)
 
 
-def retried(what: str, action: Callable[[], Found]) -> Found:
-    patience = Patience(what)
+def retried(what: str, action: Callable[[], Found], limit_s: float | None = None) -> Found:
+    patience = Patience(what, limit_s)
     while True:
         try:
             return action()
