@@ -23,7 +23,7 @@ training: {{steps: {steps}, global_batch_size: 8, lr: 1.0e-4, precision: fp32,
   schedule: constant, warmup_steps: 0}}
 checkpoint: {{every_steps: 6}}
 evaluation: {{every_steps: null, final: false}}
-logging: {{to: []}}
+logging: {{to: [], report: false}}
 """
 SLOW = """
 import sys

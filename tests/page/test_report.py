@@ -11,6 +11,7 @@ import pytest
 from muster import run_directory
 from muster.errors import MusterError
 from muster.page import report
+from muster.recipe.schema import Logging
 from muster.run_directory import Run
 from page import synthetic
 from processes import lives, muster, python_path, until
@@ -96,9 +97,9 @@ def runs(recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ends")
     (folder / "sitecustomize.py").write_text(NO_OPTIMIZER)
     for name, words, code in (
-        ("good", [], 0),
-        ("bad", [], 1),
-        ("quiet", ["logging.report=false"], 0),
+        ("good", ["logging.report=true"], 0),
+        ("bad", ["logging.report=true"], 1),
+        ("quiet", [], 0),  # the recipe of these tests turns it off
     ):
         words = ["training.steps=3", "--run", name, *words]
         variables = python_path(folder) if code else {}
@@ -109,6 +110,7 @@ def runs(recipe, tmp_path_factory):
 
 
 def test_a_run_that_finished_left_its_report(runs):
+    assert Logging().report  # where nothing is said
     run = run_directory.find("good", runs)
     document = embedded((run.path / report.REPORT).read_text())["runs"][0]
     assert document["run"]["state"] == "finished"

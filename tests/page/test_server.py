@@ -237,3 +237,11 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     assert runs.paths() == {"run": paths[0], "run-2": paths[1]}
     os.rename(paths[0], tmp_path / "away")
     assert [line["name"] for line in json.loads(runs.list().texts["runs"])] == ["run-2"]
+
+
+def test_the_newest_run_is_read_before_someone_asks(tmp_path: Path) -> None:
+    LiveRuns(tmp_path).read_newest()
+    synthetic.write(tmp_path / "run", ranks=1, steps=10)
+    runs = LiveRuns(tmp_path)
+    runs.read_newest()
+    assert "curves" in runs.run("run").sections.texts

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ class LiveRuns:
             while len(self._open) > MOST_KEPT:
                 self._open.popitem(last=False)
         return run
+
+    def read_newest(self) -> None:
+        """Before someone asks for it: the first reading of a long run takes seconds."""
+        with suppress(MusterError, StopIteration):
+            self.run(next(iter(self.paths()))).refresh()
 
     def list(self) -> Sections:
         """The section `runs`, newest first."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
@@ -216,8 +217,10 @@ def serve(
     listening, token = listen(port), secrets.token_urlsafe(24)
     port = listening.getsockname()[1]
     listening.listen()
+    runs = LiveRuns(root, given)
+    threading.Thread(target=runs.read_newest, daemon=True, name="first reading").start()
     ready(f"http://{LOOPBACK}:{port}/{token}/", port)
-    make_server(make_app(LiveRuns(root, given), token)).run(sockets=[listening])
+    make_server(make_app(runs, token)).run(sockets=[listening])
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
