@@ -231,6 +231,9 @@ def test_short_sequences_take_one_product_and_large_orders_the_transforms():
     assert choose_form("cpu", 50, 32, 8) == "toeplitz"
     assert choose_form("cpu", 400, 32, 16) == "chunked"
     assert choose_form("cpu", 500, 1, 256) == "fft"
+    assert choose_form("cpu", 2000, 1, 256) == "chunked"
+    assert LMUMemory(1, 128, 1000.0)._form(torch.zeros(1, 500, 1)) == "chunked"
+    assert LMUMemory(1, 128, 1000.0, feedback=True)._form(torch.zeros(1, 500, 1)) == "fft"
 
 
 def test_an_unknown_form_is_refused_with_the_known_ones():

@@ -71,22 +71,26 @@ def toeplitz(response: Tensor) -> Tensor:
 LARGEST_TOEPLITZ = 2**26  # numbers in [time·order, time]; a quarter of a GiB
 
 
-def choose_form(device_type: str, time: int, channels: int, order: int) -> Form:
+def choose_form(
+    device_type: str, time: int, channels: int, order: int, learned: bool = False
+) -> Form:
     """The quickest form for a shape; `benchmarks/lmu.py` is what measured it.
 
     Per step and channel one product costs time·order, the chunked ones order·(chunk + order), the
-    transforms order·log(time) with a far larger factor: products win while time or order is small.
+    transforms order·log(time) with a far larger factor: products win while time or order is small. Where
+    Ā or B̄ are `learned`, each step also makes the chunk's matrix, of chunk·order², anew.
     """
     if device_type != "cpu":
         return "toeplitz" if time * time * order <= LARGEST_TOEPLITZ else "fft"
     if time <= (128 if order <= 64 else 64):
         return "toeplitz"
-    return "chunked" if order <= 64 else "fft"
+    largest = 64 if learned else 128 if time <= 512 else 256
+    return "chunked" if order <= largest else "fft"
 
 
 def choose_chunk(order: int) -> int:
-    """Steps per chunk. Near the order, the two halves of the product cost the same."""
-    return min(max(order, 16), 64)
+    """Steps per chunk. Of a large order the state's part of the product costs the most, whatever the chunk."""
+    return 16 if order <= 16 else 24
 
 
 class LMUMemory(nn.Module):
@@ -174,7 +178,13 @@ class LMUMemory(nn.Module):
     def _form(self, u: Tensor) -> Form:
         if self.form != "auto":
             return self.form
-        return choose_form("gpu" if for_gpu(u) else "cpu", u.shape[1], self.channels, self.order)
+        where = "gpu" if for_gpu(u) else "cpu"
+        return choose_form(where, u.shape[1], self.channels, self.order, self._learned)
+
+    @property
+    def _learned(self) -> bool:
+        """Whether Ā or B̄ change in training."""
+        return self.log_theta is not None or self.e_m is not None
 
     def _ways(self, x: Tensor, dim: int = -1) -> tuple[Tensor, ...]:
         return x.chunk(2, dim) if self.bidirectional else (x,)
@@ -234,15 +244,15 @@ class LMUMemory(nn.Module):
             x = _wide(x)
             rows = block.unflatten(0, (chunk, self.order))[0 if reverse else -1]
             gain, jump = rows.split([chunk, self.order], dim=1)
-            ends = list(torch.matmul(gain, x).unbind(1))
+            ends = list(F.linear(x.transpose(2, 3), gain).unbind(1))
             if reverse:
                 ends.reverse()
             states = [torch.zeros_like(ends[0])]
             for end in ends[:-1]:
-                states.append(end + jump @ states[-1])
+                states.append(end + F.linear(states[-1], jump))
             if reverse:
                 states.reverse()
-            return torch.stack(states, dim=1)
+            return torch.stack(states, dim=1).transpose(2, 3)
 
     def _system(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Ā and B̄, always exponentiated in float64."""
@@ -269,7 +279,7 @@ class LMUMemory(nn.Module):
         """What follows from Ā and B̄ alone: kept while they are fixed, made anew while they learn."""
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         with torch.autocast(like.device.type, enabled=False):
-            if self.log_theta is not None or self.e_m is not None:
+            if self._learned:
                 return make(*self._system(like.device, dtype))
             key = (name, self.order, self.theta, like.device, dtype, *shape)
             return _kept(key, lambda: make(*self._fixed(like.device, torch.float64)).to(dtype))
