@@ -140,6 +140,8 @@ def test_what_can_be_trained_or_cannot_be_known_is_let_through(folder):
     (folder / "llama" / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     bytes_ = "data.tokenizer.kind=bytes"
     check(*TEXT, f"{batch}3", "model.pretrained=llama", bytes_)
+    with pytest.raises(MusterError, match=r"sequence_length: \d+ is more than the \d+ positions"):
+        check(*TEXT, "model.pretrained=llama", bytes_, "data.sequence_length=100000")
     names = ["q_proj", "v", "gate_proj"]
     check(*TEXT, f"{batch}3", "model.pretrained=llama", bytes_, f"+model.lora={{targets: {names}}}")
     with pytest.raises(
@@ -158,6 +160,21 @@ def test_tokens_that_are_cached_are_counted_exactly(folder):
     assert len(source) == 20
     with pytest.raises(MusterError, match="21 is more than the 20 samples"):
         check(*words, "training.global_batch_size=21")
+
+
+def test_few_chat_rows_are_tokenized_and_counted_as_the_ranks_would(folder):
+    """Six rows, of which two fit into a sequence and one is too long."""
+    short = [{"prompt": "ab?", "completion": "x" * 20}] * 5
+    rows = [*short, {"prompt": "ab?", "completion": "x" * 500}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["gpt-micro", "data.train=rows.jsonl", "data.chat_template=plain.jinja"]
+    (folder / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    words += ["data.sequence_length=64", "model.shape={positions: 64}"]
+    check(*words, "training.global_batch_size=3")
+    with pytest.raises(MusterError, match=r"4 is more than the 3 samples of rows\.jsonl"):
+        check(*words, "training.global_batch_size=4")
+    with pytest.raises(MusterError, match=r"no usable chat row among 6 of .*rows\.jsonl"):
+        check(*words, "data.sequence_length=2")
 
 
 def test_a_run_that_goes_on_needs_neither_folder_nor_tokenizer(folder):

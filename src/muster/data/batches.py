@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Ids = NDArray[np.int64]
 
+IGNORE = -100  # a target that does not count: ignore_index of the loss
+
 MAX_WAIT_POOLS = 4  # pools that a sample waits for others of its window, at most
 
 

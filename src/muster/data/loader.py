@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from muster.data.batches import IGNORE as IGNORE
 from muster.data.batches import BatchPlan, cut
 from muster.errors import DataError
-
-IGNORE = -100  # ignore_index of the loss
 
 
 class Source(Protocol):

@@ -21,9 +21,13 @@ from muster.urls import is_remote
 from muster.workloads import workload
 
 if TYPE_CHECKING:
+    from muster.data.text.chat_template import ChatTemplate
     from muster.data.text.tokenizers import Tokenizer
     from muster.parallel.layout import Layout
     from muster.recipe.schema import Recipe
+
+
+LITTLE_TEXT = 4 << 20  # bytes of chat rows: a second or two
 
 
 def check_model(recipe: Recipe, layout: Layout) -> None:
@@ -63,6 +67,7 @@ def _check_config(recipe: Recipe, folder: Path, key: str, layout: Layout) -> Non
     """A config.json of the task's own kind."""
     from muster.models.huggingface.config import SPEECH_FAMILIES, ConfigFile
     from muster.models.huggingface.transformers_config import check_folder
+    from muster.recipe.shape import check_length
 
     if recipe.task == "speech-seq2seq":
         ConfigFile(folder, ("whisper",), key=key)
@@ -71,6 +76,9 @@ def _check_config(recipe: Recipe, folder: Path, key: str, layout: Layout) -> Non
         trusted = recipe.model.trust_remote_code
         config = check_folder(folder, key, trust_remote_code=trusted)
         if config is not None:
+            pretrained = key == "model.pretrained"
+            length, title = recipe.data.sequence_length, recipe.model.title
+            check_length(length, config.positions, title, pretrained=pretrained)
             _check_adapters(recipe, config)
         else:
             # transformers' modules have neither pipelines nor context ranks
@@ -154,9 +162,10 @@ def check_samples(recipe: Recipe, global_batch: int, tokenizer: Tokenizer | None
 
         if are_chat(data.format, data.text_column, files):
             folder = tokenizer.folder(data.tokenizer.path, _folder(recipe))
-            find_template(data.chat_template, folder, tokenizer.end_text)
-            return
-        found = _sequences(recipe, files, tokenizer)
+            template = find_template(data.chat_template, folder, tokenizer.end_text)
+            found = _chat_sequences(recipe, files, tokenizer, template)
+        else:
+            found = _sequences(recipe, files, tokenizer)
         if found is None:
             return
         most = found
@@ -190,6 +199,27 @@ def _sequences(recipe: Recipe, files: list[Path], tokenizer: Tokenizer) -> int |
     if cached is not None or not (plain and isinstance(tokenizer, Bytes)):
         return cached
     return sum(file.stat().st_size + 1 for file in files) // length
+
+
+def _chat_sequences(
+    recipe: Recipe, files: list[Path], tokenizer: Tokenizer, template: ChatTemplate
+) -> int | None:
+    """Of little data, which is tokenized here; more has enough sequences, or its ranks find out."""
+    from muster.data.text.chat import ChatSource
+
+    data = recipe.data
+    if sum(file.stat().st_size for file in files) > LITTLE_TEXT:
+        return None
+    source = ChatSource(
+        files,
+        tokenizer,
+        template,
+        data.sequence_length,
+        pack=data.pack_rows,
+        long_rows=data.long_texts,
+        max_bad_fraction=data.max_bad_fraction,
+    )
+    return len(source)
 
 
 def _rows(file: Path) -> int | None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from muster.data import cache
 from muster.data.account import FileAccount
-from muster.data.loader import IGNORE
+from muster.data.batches import IGNORE
 from muster.data.overlap import Documents, Overlap, text_overlap
 from muster.data.problems import Problems
 from muster.data.progress import log_tenths
