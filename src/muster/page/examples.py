@@ -22,7 +22,10 @@ def examples(files: RunFiles) -> Examples:
     return {
         "split": str(results.get("scored") or ""),
         "mistakes": [_mistake(found, folder, seconds) for found in results.get("worst") or []],
-        "generated": [_generated(found, step) for found in results.get("answers") or []],
+        "generated": [
+            *(_answer(found, step) for found in results.get("answers") or []),
+            *(_continuation(found) for found in results.get("continuations") or []),
+        ],
     }
 
 
@@ -62,10 +65,19 @@ def differences(reference: str, hypothesis: str) -> list[Difference]:
     ]
 
 
-def _generated(found: Mapping[str, Any], step: int) -> Generated:
+def _answer(found: Mapping[str, Any], step: int) -> Generated:
     return {
         "step": step,
         "prompt": str(found["asked"]),
         "text": str(found["answer"]),
+        "expected": found.get("expected"),
+    }
+
+
+def _continuation(found: Mapping[str, Any]) -> Generated:
+    return {
+        "step": int(found["step"]),
+        "prompt": str(found["prompt"]),
+        "text": str(found["text"]),
         "expected": found.get("expected"),
     }

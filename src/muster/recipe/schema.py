@@ -93,10 +93,10 @@ class Evaluation(Section):
     )
     answers: Count = free(
         3,
-        description="Chat rows: of the scored data, so many questions that the trained model answers in the "
-        "results; 0: none.",
+        description="Language models: of the scored data, so many questions of chat rows that the trained model "
+        "answers in the results, or so many texts whose beginnings it continues; 0: none.",
     )
-    answer_tokens: Positive = free(64, description="The most tokens of such an answer.")
+    answer_tokens: Positive = free(64, description="The most tokens of each.")
     recordings: Count = free(
         10,
         description="Speech: so many recordings of the worst mistakes are kept beside the results, for the page and "

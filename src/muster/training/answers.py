@@ -1,4 +1,5 @@
-"""What a model that learned to answer says to questions of the scored data: a few, in the results.
+"""What a language model says to questions of the scored data, or how it continues its texts: a few, in the
+results.
 
 The likeliest token each time, by the engine that trained: every rank computes the same, since a
 forward pass may have collectives. There is no cache of keys and values, which not every layout has.
@@ -16,13 +17,16 @@ from muster.data.loader import Inputs
 from muster.data.mixture import MixedSource
 from muster.data.text.chat import ChatSource, Question
 from muster.observe.heartbeat import beat
+from muster.tasks.causal_lm import CausalLM
 from muster.tasks.chat import ChatLM
+from muster.training.evaluate import choose_samples
 from muster.training.job import Job
 from muster.training.precision import autocast
 
 log = logging.getLogger(__name__)
 
 UNIT = 64  # lengths are multiples of it
+PROMPT = 32  # tokens of a text that is continued, at most
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,14 @@ class Answer:
     asked: str  # the conversation up to the reply
     expected: str
     answer: str
+
+
+@dataclass(frozen=True)
+class Continuation:
+    step: int
+    prompt: str
+    expected: str
+    text: str
 
 
 def generates_answers(job: Job) -> bool:
@@ -61,9 +73,37 @@ def answers(job: Job, split: Split) -> list[Answer]:
     ]
 
 
+def continuations(job: Job, done: int, split: Split) -> list[Continuation]:
+    """How a model of plain text continues the beginnings of `evaluation.answers` sequences of a split, spread
+    evenly over it, by the weights that training ends with. All ranks call it."""
+    task, wanted, layout = job.task, job.recipe.evaluation, job.mesh.layout
+    if not isinstance(task, CausalLM) or isinstance(task, ChatLM) or not wanted.answers:
+        return []
+    source = task.source(split)
+    if source is None or layout.pipeline > 1 or layout.context > 1:
+        return []
+    end, room = task.tokenizer.end, min(PROMPT, task.recipe.data.sequence_length // 2)
+    texts = [source.load(int(i)).tokens for i in choose_samples(len(source), wanted.answers)]
+    texts = [text[1:] if text[0] == end else text for text in texts if len(text) > room + 1]
+    if not texts:
+        return []
+    questions = [  # begun by the end of another text, as `muster generate` begins
+        Question(
+            "", [end, *text[:room].tolist()], text[room : room + wanted.answer_tokens].tolist()
+        )
+        for text in texts[: wanted.answers]
+    ]
+    given = _generate(job, task, questions, wanted.answer_tokens)
+    decode = task.tokenizer.decode
+    return [
+        Continuation(done, decode(one.asked[1:]), decode(one.expected), decode(ids))
+        for one, ids in zip(questions, given, strict=True)
+    ]
+
+
 @torch.no_grad()
 def _generate(
-    job: Job, task: ChatLM, questions: list[Question], max_tokens: int
+    job: Job, task: CausalLM, questions: list[Question], max_tokens: int
 ) -> list[list[int]]:
     """New tokens of each, without what ends them."""
     ends, size = task.ends, task.tokenizer.size

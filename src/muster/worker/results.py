@@ -35,7 +35,7 @@ from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
-from muster.training.answers import answers, generates_answers
+from muster.training.answers import answers, continuations, generates_answers
 from muster.training.evaluate import Evaluation, log_bad_rows
 from muster.training.job import Job
 from muster.training.loop import score
@@ -129,6 +129,7 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     that needed most, as it is planned; a pipeline's stages differ."""
     peak = max(job.mesh.gather(memory_gib()))
     final = final_scores(job, done)
+    wrote = continuations(job, done, cast(Split, final.split)) if final else []
     best = None if final is None else best_scores(job, done, final.split)
     log_bad_rows(job.loader.source, job.mesh)
     scored = cast(Split, final.split) if final else "train"
@@ -146,6 +147,8 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         changes["recordings"] = keep_recordings(
             run.path, source, shown.worst, count, data.sample_rate
         )
+    if wrote:
+        changes["continuations"] = [vars(continuation) for continuation in wrote]
     if said:
         changes["answers"] = [vars(answer) for answer in said]
     results = write_results(job, run, done, best or final, peak, **changes)
@@ -237,6 +240,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "best": _best_part(job, done, chosen),
         "last_scores": {},
         "answers": [],
+        "continuations": [],
         "recordings": {},
         "checkpoint": _folder(job, whole[-1] if whole and chosen is None else chosen),
         "last_checkpoint": _folder(job, whole[-1] if whole else None),
