@@ -102,6 +102,12 @@ def test_the_wheel_has_the_package_with_its_data_and_nothing_else(wheel):
     assert {name for name in names if ".dist-info/" not in name} == package_files()
 
 
+def test_the_readme_names_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "README.md").read_text()
+    assert [name for name in project["optional-dependencies"] if f"`{name}`" not in page] == []
+
+
 def test_the_sdist_has_what_building_needs_and_nothing_else(built):
     (found,) = built.glob("*.tar.gz")
     with tarfile.open(found) as archive:
