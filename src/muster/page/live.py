@@ -8,7 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class LiveRun:
     def __init__(self, path: Path) -> None:
         self.files = RunFiles(path)
         self.sections = Sections()
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
 
     def refresh(self) -> Sections:
         """Raises `Vanished` when its directory is gone."""
@@ -148,6 +148,8 @@ class LiveRuns:
 
     def compare(self, a: str, b: str) -> str:
         first, second = self.run(a), self.run(b)
-        for run in (first, second):
-            run.refresh()
-        return to_json(compare(first.files, second.files))
+        with ExitStack() as held:
+            for run in sorted({first, second}, key=lambda run: run.files.run.path):
+                held.enter_context(run.lock)
+                run.refresh()
+            return to_json(compare(first.files, second.files))
