@@ -106,7 +106,7 @@ def _check_account(run: Path) -> None:
     """data.json, and its lines before the first step."""
     train = json.loads((run / "data.json").read_text())["splits"]["train"]
     assert (train["samples"], train["files"]) == (CLIPS, 1)
-    assert train["by_file"][0]["samples"] == CLIPS
+    assert (train["by_file"][0]["count"], train["by_file"][0]["unit"]) == (CLIPS, "clips")
     data, started = read_lines(run / "events.jsonl")[:2]
     assert (data["event"], started["event"]) == ("data", "started")
     assert data["lines"][0].startswith(f"train: {CLIPS} samples, 0.00 hours in 1 file(s)")

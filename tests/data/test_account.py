@@ -74,7 +74,7 @@ def test_rows_that_are_left_out_are_counted_by_file_and_reason(tmp_path):
     account = of_text(tmp_path)
     (train,) = account.splits
     a, b = train.files
-    assert (a.samples, b.samples) == (2, 1)
+    assert (a.count, a.unit, b.count) == (2, "documents", 1)
     assert list(a.left_out.values()) == [2, 1]
     assert a.left_out["empty"] == 1
     assert list(b.left_out.values()) == [1]
@@ -126,7 +126,7 @@ def of_speech(folder: Path) -> Account:
 
 def test_clips_are_accounted_for_in_hours_by_file(speech):
     (train,) = of_speech(speech).splits
-    assert [file.samples for file in train.files] == [1, 3]
+    assert [file.count for file in train.files] == [1, 3]
     assert [file.amounts["hours"] * 3600 for file in train.files] == pytest.approx([0.5, 1.5])
     assert train.files[0].left_out == {"shorter than 0.1 s": 1, "without text": 1}
     assert train.left_out == {"shorter than 0.1 s": 1, "without text": 1}

@@ -235,7 +235,7 @@ def test_what_a_template_refuses_is_a_row_that_cannot_be_read(tokenizer, tmp_pat
     assert len(source.rows.lengths) == 2
     (file,) = source.account()
     assert file.left_out == {"the chat template refuses it (no system)": 2}
-    assert (file.file, file.samples) == (str(rows), 2)
+    assert (file.file, file.count) == (str(rows), 2)
     expected = r"2 of 4 chat rows .*the chat template refuses it \(no system\): .* row 0, row 3"
     with pytest.raises(DataError, match=expected):
         ChatSource([rows], tokenizer, made, 128)
@@ -334,7 +334,7 @@ def test_long_rows_are_counted(tokenizer, tmp_path, how, caplog):
         assert (cut.targets != IGNORE).any()
     (file,) = source.account()
     assert file.left_out == source.left_out
-    assert file.amounts["rows"] == file.samples == len(source)
+    assert file.amounts["rows"] == file.count == len(source)
     assert file.amounts["tokens of replies"] < file.amounts["tokens"]
     assert f"left out {sum(source.left_out.values())} of 3 chat rows" in caplog.text
     assert f"{path} row 0" in caplog.text

@@ -34,7 +34,8 @@ class FileAccount:
     """What one file gave to a split."""
 
     file: str
-    samples: int  # used: clips, images, documents
+    count: int  # of `unit` that are used; a text's documents are not the samples of a batch
+    unit: str  # clips, images, documents, rows
     amounts: dict[str, float] = field(default_factory=dict)  # documents, tokens, hours
     left_out: dict[str, int] = field(default_factory=dict)  # rows, by reason
 

@@ -193,7 +193,9 @@ class ParquetImages:
     def account(self) -> list[FileAccount]:
         counts = Counter(row.file for row in self.rows)
         return [
-            FileAccount(str(path), counts[i], {}, dict(self.problems.files.get(str(path), {})))
+            FileAccount(
+                str(path), counts[i], "images", {}, dict(self.problems.files.get(str(path), {}))
+            )
             for i, path in enumerate(self.paths)
         ]
 

@@ -82,7 +82,7 @@ class ArrayImages:
         return f"{self.source} image {index}"
 
     def account(self) -> list[FileAccount]:
-        return [FileAccount(self.source, len(self.labels))]
+        return [FileAccount(self.source, len(self.labels), "images")]
 
     def sides(self) -> list[int]:
         return [max(self.array.shape[1:])] * len(self.array)

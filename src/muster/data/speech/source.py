@@ -109,7 +109,8 @@ class SpeechSource:
         accounts = []
         for i, path in enumerate(self.files.paths):
             left_out = {why: files[i] for why, files in self._left_out.items() if files[i]}
-            account = FileAccount(str(path), int(clips[i]), {"hours": float(hours[i])}, left_out)
+            amounts = {"hours": float(hours[i])}
+            account = FileAccount(str(path), int(clips[i]), "clips", amounts, left_out)
             accounts.append(account)
         return accounts
 

@@ -172,6 +172,7 @@ class ChatSource:
             FileAccount(
                 str(path),
                 count,
+                "rows",
                 {"rows": count, "tokens": tokens, "tokens of replies": replied},
                 {**rows.bad.files.get(str(path), {}), **self._left_out_by_file.get(i, {})},
             )

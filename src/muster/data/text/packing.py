@@ -186,7 +186,9 @@ class PackedSource:
             if empty := stream.empty.get(str(i)):
                 left_out["empty"] = empty
             amounts: dict[str, float] = {"documents": int(documents[i]), "tokens": int(tokens[i])}
-            accounts.append(FileAccount(str(path), int(documents[i]), amounts, left_out))
+            accounts.append(
+                FileAccount(str(path), int(documents[i]), "documents", amounts, left_out)
+            )
         return accounts
 
     def name(self, index: int) -> str:
