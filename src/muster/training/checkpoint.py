@@ -32,6 +32,7 @@ from muster.observe.results import MANIFEST, best_of, step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
+from muster.training.checkpoint_reader import METADATA, CheckpointReader
 
 if TYPE_CHECKING:
     from muster.training.mirror import Mirror
@@ -119,7 +120,12 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
 
 def load_model(saved: Saved, model: torch.nn.Module) -> None:
     """Only the weights, in one process, whatever layout wrote them."""
-    dcp.load({"model": model.state_dict()}, checkpoint_id=saved.path, no_dist=True)
+    _load({"model": model.state_dict()}, saved, no_dist=True)
+
+
+def _load(state: dict[str, Any], saved: Saved, **options: Any) -> None:
+    reader = CheckpointReader(saved.path, saved.manifest["files"])
+    dcp.load(state, storage_reader=reader, **options)
 
 
 class Checkpoints:
@@ -184,7 +190,7 @@ class Checkpoints:
     def load(self, saved: Saved, engine: Engine) -> dict[str, Any]:
         """Weights and optimizer into `engine`; returns the trainer's own small state."""
         state = engine.state()
-        dcp.load(state, checkpoint_id=saved.path)
+        _load(state, saved)
         engine.load_state(state)
         return dict(saved.manifest["trainer"])
 
@@ -292,7 +298,7 @@ class Checkpoints:
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
             (folder / name).write_text(json.dumps(document))
             files[name] = _file_entry(folder / name)
-        files[".metadata"] = _file_entry(folder / ".metadata")
+        files[METADATA] = _file_entry(folder / METADATA)
         manifest = {
             "format": FORMAT,
             "trainer": trainer,
