@@ -184,7 +184,7 @@ class HeatMap {
     const flagged = this.heat.ranks.map((rank) => RANK_STATES[this.states.get(rank)]?.[0]);
     this.labels.replaceChildren(...this.heat.ranks.map((rank, i) => {
       const near = flagged.some((glyph, j) => glyph && j !== i && Math.abs(j - i) < every);
-      const wanted = flagged[i] || (i % every === 0 && !near && i - last >= every);
+      const wanted = (flagged[i] || (i % every === 0 && !near)) && i - last >= every;
       if (!wanted) return null;
       last = i;
       const label = h("span", { class: flagged[i] ? `mark ${this.states.get(rank)}` : null }, flagged[i] ? `${flagged[i]} ${rank}` : `${rank}`);
@@ -244,7 +244,7 @@ class RankTable {
   }
 }
 
-/** Columns nothing is known of are left out. */
+/** Columns nothing is known of are left out, and the step where all ranks are at the same. */
 function rankTable(rows, live) {
   const longest = Math.max(...rows.map((row) => seconds(row).reduce((a, b) => a + b)));
   const memory = (row) => (known(row.memory_total_gib) ? gauge(row.memory_gib / row.memory_total_gib, `${number(row.memory_gib, 3)} of ${number(row.memory_total_gib, 3)}`) : number(row.memory_gib, 3));
@@ -253,7 +253,7 @@ function rankTable(rows, live) {
     ["", (row) => (row.state === "ended" && !live ? "" : rankMark(row.state)), (row) => row.state !== "ok" && row.state !== "ended"],
     ["Node", (row) => row.node, (row) => row.node],
     ["Device", (row) => shortDevice(row.device), (row) => row.device],
-    [">Step", (row) => whole(row.step), (row) => known(row.step)],
+    [">Step", (row) => whole(row.step), (row) => row.step !== rows[0].step],
     ["Doing", (row) => row.phase, (row) => live && row.phase],
     [">Computing", (row) => withUnit(row.compute_s, "s"), (row) => known(row.compute_s)],
     ["Of a step", (row) => bar(row, longest), (row) => known(row.compute_s)],
