@@ -1,5 +1,7 @@
 """What a run was told, and what was planned."""
 
+import json
+import re
 from pathlib import Path
 
 from muster.page.build import read_document
@@ -50,3 +52,23 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert step["planned"] == 0.41
     assert step["measured"] is not None
     assert 0.35 < step["measured"] < 0.5
+
+
+def test_numbers_that_json_does_not_have_do_not_spoil_the_document(tmp_path: Path) -> None:
+    path = synthetic.write(tmp_path / "run", ranks=1, steps=20, state="finished")
+    recipe = (path / "recipe.yaml").read_text()
+    assert "max_grad_norm: 1.0" in recipe
+    (path / "recipe.yaml").write_text(recipe.replace("max_grad_norm: 1.0", "max_grad_norm: .inf"))
+    for file, key in (("plan.json", "step_time_s"), ("training_results.json", "total_time_s")):
+        text = (path / file).read_text()
+        (path / file).write_text(re.sub(f'"{key}": [0-9.]+', f'"{key}": NaN', text))
+    with (path / "events.jsonl").open("a") as out:
+        scores = {"wer": float("nan"), "cer": float("inf")}
+        event = {"event": "evaluation", "time": 9e9, "step": 20, "split": "test", "scores": scores}
+        out.write(json.dumps(event) + "\n")
+    found = read_document(path)
+    json.dumps(found, allow_nan=False)
+    assert found["evaluations"][-1]["scores"] == {}
+    assert {row["key"]: row["value"] for row in found["told"]["recipe"]}[
+        "training.max_grad_norm"
+    ] == "inf"

@@ -65,11 +65,16 @@ def _whole_lines(text: bytes) -> bytes:
     return text[: text.rfind(b"\n") + 1]
 
 
+def from_json(text: str | bytes) -> Any:
+    """With null for the numbers that Python writes as NaN and Infinity, and that JSON does not have."""
+    return json.loads(text, parse_constant=lambda name: None)
+
+
 def documents(text: bytes) -> Iterator[dict[str, Any]]:
     """Without lines that are not JSON: a disk was full, or a process was killed."""
     for line in text.split(b"\n"):
         with suppress(ValueError):
-            document = json.loads(line)
+            document = from_json(line)
             if isinstance(document, dict):
                 yield document
 
@@ -90,7 +95,7 @@ class JsonFile:
             seen = (found.st_ino, found.st_mtime_ns, found.st_size)
             if seen == self._seen:
                 return False
-            value = json.loads(self.path.read_text())
+            value = from_json(self.path.read_text())
         except (OSError, ValueError):
             changed, self.value, self._seen = bool(self.value), {}, None
             return changed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ def scores(files: RunFiles) -> list[Score]:
             "step": event["step"],
             "time": event["time"],
             "split": event["split"],
-            "scores": {k: v for k, v in event["scores"].items() if math.isfinite(v)},
+            "scores": {k: v for k, v in event["scores"].items() if v is not None},
             "best": (event["step"], event["split"]) == chosen,
             "remarks": event.get("remarks", []),
         }

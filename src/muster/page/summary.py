@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,7 +83,7 @@ def best(events: list[dict[str, Any]]) -> Best | None:
     values = [
         (float(event["scores"][name]), event)
         for event in found
-        if name is not None and math.isfinite(event["scores"].get(name, math.nan))
+        if name is not None and event["scores"].get(name) is not None
     ]
     if name is None or not values:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -48,7 +49,8 @@ def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value and not is_open:
             yield from _leaves(value, f"{dotted}.")
         else:
-            yield dotted, value
+            unending = isinstance(value, float) and not math.isfinite(value)
+            yield dotted, str(value) if unending else value  # YAML has .inf, JSON has not
 
 
 def variables(files: RunFiles) -> list[dict[str, Any]]:
