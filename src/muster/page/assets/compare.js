@@ -26,20 +26,53 @@ class CompareView {
       data: section("data", "Data"),
       environment: section("environment", "Environment"),
     };
-    this.element = h("article", { class: "view" }, patterns(), this.head, Object.values(this.parts).map((part) => part.element));
+    this.element = h(
+      "article",
+      { class: "view" },
+      patterns(),
+      this.head,
+      Object.values(this.parts).map((part) => part.element),
+    );
   }
 
   update(comparisons) {
     const runs = [comparisons[0].a, ...comparisons.map((comparison) => comparison.b)];
     const names = runs.map((run) => run.name ?? run);
-    replace(this.head, h("h1", {}, names.length === 2 ? "Two runs" : `${names.length} runs`),
-      h("ul", { class: "compared" }, runs.map((run, i) => h("li", { class: `line-${i}` }, sample(i), h("b", {}, letter(i)), h("a", { href: addressOf(names[i]) }, names[i]), " ", run.state ? stateMark(run.state) : null))),
-      comparisons.map((comparison, i) => h("p", { class: "note" }, firstDifference(comparison, "A", letter(i + 1)))));
+    replace(
+      this.head,
+      h("h1", {}, names.length === 2 ? "Two runs" : `${names.length} runs`),
+      h(
+        "ul",
+        { class: "compared" },
+        runs.map((run, i) =>
+          h(
+            "li",
+            { class: `line-${i}` },
+            sample(i),
+            h("b", {}, letter(i)),
+            h("a", { href: addressOf(names[i]) }, names[i]),
+            " ",
+            run.state ? stateMark(run.state) : null,
+          ),
+        ),
+      ),
+      comparisons.map((comparison, i) =>
+        h("p", { class: "note" }, firstDifference(comparison, "A", letter(i + 1))),
+      ),
+    );
     const curves = [comparisons[0].curves.a, ...comparisons.map((comparison) => comparison.curves.b)];
-    this.curves.update(curves.map((c, i) => ({ label: letter(i), css: `line-${i}`, curves: c, evaluations: [] })), []);
-    this.differences("scores", names, [...joined(comparisons, "scores", "name").filter(([name]) => !isCount(name.split(" ").at(-1))), ...speeds(comparisons)]);
+    this.curves.update(
+      curves.map((c, i) => ({ label: letter(i), css: `line-${i}`, curves: c, evaluations: [] })),
+      [],
+    );
+    this.differences("scores", names, [
+      ...joined(comparisons, "scores", "name").filter(([name]) => !isCount(name.split(" ").at(-1))),
+      ...speeds(comparisons),
+    ]);
     for (const part of ["recipe", "data", "environment"]) {
-      const key = comparisons.flatMap((comparison) => comparison[part]).some((row) => "key" in row) ? "key" : "name";
+      const key = comparisons.flatMap((comparison) => comparison[part]).some((row) => "key" in row)
+        ? "key"
+        : "name";
       this.differences(part, names, joined(comparisons, part, key));
     }
   }
@@ -49,12 +82,30 @@ class CompareView {
     element.hidden = part !== "recipe" && !rows.length;
     if (!rows.length) return replace(body, h("p", { class: "faint" }, "Nothing differs."));
     const numeric = part === "scores";
-    const value = (name, v) => (UNITS[name] ? withUnit(v, UNITS[name]) : numeric ? scored(name.split(" ").at(-1), v) : h("code", {}, shown(v)));
-    const columns = numeric ? names.flatMap((name, i) => (i ? [`>${letter(i)}`, `>${letter(i)} / A`] : [">A"])) : names.map((name, i) => letter(i));
-    replace(body, table(part, ["", ...columns], rows.map(([name, { values, ratios }]) => [
-      numeric ? scoreName(name) : h("code", {}, name),
-      ...values.flatMap((v, i) => (numeric && i ? [value(name, v), known(ratios[i - 1]) ? `${number(ratios[i - 1], 3)} ×` : NONE] : [value(name, v)])),
-    ])));
+    const value = (name, v) =>
+      UNITS[name]
+        ? withUnit(v, UNITS[name])
+        : numeric
+          ? scored(name.split(" ").at(-1), v)
+          : h("code", {}, shown(v));
+    const columns = numeric
+      ? names.flatMap((name, i) => (i ? [`>${letter(i)}`, `>${letter(i)} / A`] : [">A"]))
+      : names.map((name, i) => letter(i));
+    replace(
+      body,
+      table(
+        part,
+        ["", ...columns],
+        rows.map(([name, { values, ratios }]) => [
+          numeric ? scoreName(name) : h("code", {}, name),
+          ...values.flatMap((v, i) =>
+            numeric && i
+              ? [value(name, v), known(ratios[i - 1]) ? `${number(ratios[i - 1], 3)} ×` : NONE]
+              : [value(name, v)],
+          ),
+        ]),
+      ),
+    );
   }
 
   redraw() {
@@ -76,7 +127,12 @@ function scoreName(name) {
 }
 
 const letter = (i) => String.fromCharCode(65 + i);
-const sample = (i) => svg("svg", { width: 28, height: 8, "aria-hidden": "true" }, svg("g", { class: `line line-${i}` }, svg("path", { class: "curve", d: "M0 4H28" })));
+const sample = (i) =>
+  svg(
+    "svg",
+    { width: 28, height: 8, "aria-hidden": "true" },
+    svg("g", { class: `line line-${i}` }, svg("path", { class: "curve", d: "M0 4H28" })),
+  );
 
 function firstDifference(comparison, a, b) {
   const first = comparison.first_difference;

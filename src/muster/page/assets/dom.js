@@ -43,11 +43,17 @@ function number(value, digits = 4) {
 
 function whole(value) {
   if (!known(value)) return NONE;
-  return String(Math.round(value)).replace("-", "−").replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
+  return String(Math.round(value))
+    .replace("-", "−")
+    .replace(/\B(?=(\d{3})+(?!\d))/g, "\u202f");
 }
 
 function short(value) {
-  for (const [scale, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]])
+  for (const [scale, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ])
     if (Math.abs(value) >= scale) return `${Number((value / scale).toPrecision(3))}${letter}`;
   return number(value, 3);
 }
@@ -86,14 +92,28 @@ const shown = (value) => {
 
 // Rates are per second of training, whichever unit is counted.
 const NAMES = {
-  loss: "Loss", grad_norm: "Gradient norm", lr: "Learning rate", step_time_s: "Step time",
-  data_wait_s: "Waiting for data", memory_gib: "Memory", samples_per_s: "Throughput",
-  tokens_per_s: "Throughput", audio_s_per_s: "Throughput", mfu: "MFU",
-  wer: "Word error rate", cer: "Character error rate", perplexity: "Perplexity", accuracy: "Accuracy",
+  loss: "Loss",
+  grad_norm: "Gradient norm",
+  lr: "Learning rate",
+  step_time_s: "Step time",
+  data_wait_s: "Waiting for data",
+  memory_gib: "Memory",
+  samples_per_s: "Throughput",
+  tokens_per_s: "Throughput",
+  audio_s_per_s: "Throughput",
+  mfu: "MFU",
+  wer: "Word error rate",
+  cer: "Character error rate",
+  perplexity: "Perplexity",
+  accuracy: "Accuracy",
 };
 const UNITS = {
-  audio_s_per_s: "× real time", tokens_per_s: "tokens/s", samples_per_s: "samples/s",
-  step_time_s: "s", data_wait_s: "s", memory_gib: "GiB",
+  audio_s_per_s: "× real time",
+  tokens_per_s: "tokens/s",
+  samples_per_s: "samples/s",
+  step_time_s: "s",
+  data_wait_s: "s",
+  memory_gib: "GiB",
 };
 const named = (name) => NAMES[name] || name.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
 const RATES = new Set(["wer", "cer", "accuracy", "mfu", "ser"]);
@@ -102,31 +122,68 @@ const scored = (name, value) =>
   RATES.has(name) && known(value) ? `${number(value * 100, 3)}\u202f%` : number(value);
 
 const STATES = {
-  running: ["●", "running"], starting: ["◌", "starting"], queued: ["◌", "queued"],
-  finished: ["✓", "finished"], failed: ["✕", "failed"], stopped: ["■", "stopped"],
-  interrupted: ["?", "interrupted"], lost: ["?", "lost"],
+  running: ["●", "running"],
+  starting: ["◌", "starting"],
+  queued: ["◌", "queued"],
+  finished: ["✓", "finished"],
+  failed: ["✕", "failed"],
+  stopped: ["■", "stopped"],
+  interrupted: ["?", "interrupted"],
+  lost: ["?", "lost"],
 };
 
 function stateMark(state) {
   const [glyph, word] = STATES[state] || ["?", state];
-  return h("span", { class: `state ${state}` }, h("span", { class: "glyph", "aria-hidden": "true" }, glyph), word);
+  return h(
+    "span",
+    { class: `state ${state}` },
+    h("span", { class: "glyph", "aria-hidden": "true" }, glyph),
+    word,
+  );
 }
 
 /** A section with its heading in the margin; empty ones hide. */
 function section(id, title, ...children) {
   const body = h("div", { class: "body" }, ...children);
-  const element = h("section", { id, "aria-labelledby": `${id}-title` }, h("h2", { id: `${id}-title` }, title), body);
+  const element = h(
+    "section",
+    { id, "aria-labelledby": `${id}-title` },
+    h("h2", { id: `${id}-title` }, title),
+    body,
+  );
   return { element, body };
 }
 
 /** Rows of cells; a number is set to the right. `columns` are titles, with `>` before those of numbers. */
 function table(caption, columns, rows, attributes = {}) {
   const right = columns.map((title) => title.startsWith(">"));
-  const cell = (content, i) => h("td", { class: right[i] ? "n" : null, "data-title": columns[i].replace(">", "") }, content);
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    h("table", attributes, h("caption", { class: "hidden" }, caption),
-      h("thead", {}, h("tr", {}, columns.map((title, i) => h("th", { scope: "col", class: right[i] ? "n" : null }, title.replace(">", ""))))),
-      h("tbody", {}, rows.map((row) => (row instanceof Element ? row : h("tr", {}, row.map(cell)))))));
+  const cell = (content, i) =>
+    h("td", { class: right[i] ? "n" : null, "data-title": columns[i].replace(">", "") }, content);
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h(
+      "table",
+      attributes,
+      h("caption", { class: "hidden" }, caption),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map((title, i) =>
+            h("th", { scope: "col", class: right[i] ? "n" : null }, title.replace(">", "")),
+          ),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) => (row instanceof Element ? row : h("tr", {}, row.map(cell)))),
+      ),
+    ),
+  );
 }
 
 /** The arrow keys move between the elements of `selector` in a table or list. */
@@ -145,12 +202,20 @@ function arrowKeys(element, selector) {
 function choice(label, options, value, onchange) {
   const group = h("span", { class: "choice", role: "group", "aria-label": label });
   for (const [key, text] of options)
-    group.append(h("button", {
-      type: "button", "aria-pressed": String(key === value),
-      onclick: (event) => {
-        for (const button of group.children) button.setAttribute("aria-pressed", String(button === event.currentTarget));
-        onchange(key);
-      },
-    }, text));
+    group.append(
+      h(
+        "button",
+        {
+          type: "button",
+          "aria-pressed": String(key === value),
+          onclick: (event) => {
+            for (const button of group.children)
+              button.setAttribute("aria-pressed", String(button === event.currentTarget));
+            onchange(key);
+          },
+        },
+        text,
+      ),
+    );
   return group;
 }

@@ -45,7 +45,10 @@ class ServerSource {
     const answer = await fetch(path, { cache: "no-store" }).catch(() => {
       throw new Error("The server does not answer. Start it again with: muster page");
     });
-    if (answer.status === 403) throw new Error("The server does not take this address: it was started again, with another one. It printed it.");
+    if (answer.status === 403)
+      throw new Error(
+        "The server does not take this address: it was started again, with another one. It printed it.",
+      );
     if (answer.status === 404) throw new Error("There is no such run, or it is no longer there.");
     if (!answer.ok) throw new Error(`The server answered ${answer.status}.`);
     return answer.json();
@@ -60,7 +63,13 @@ class ServerSource {
   }
 
   compare(names) {
-    return Promise.all(names.slice(1).map((name) => this.get(`api/compare?a=${encodeURIComponent(names[0])}&b=${encodeURIComponent(name)}`)));
+    return Promise.all(
+      names
+        .slice(1)
+        .map((name) =>
+          this.get(`api/compare?a=${encodeURIComponent(names[0])}&b=${encodeURIComponent(name)}`),
+        ),
+    );
   }
 
   audio(name) {
@@ -85,7 +94,12 @@ class ServerSource {
     stream.onerror = () => {
       lost = true;
       const ended = stream.readyState === EventSource.CLOSED;
-      say("lost", ended ? "the server is gone; start it again with: muster page" : "the server does not answer; trying again");
+      say(
+        "lost",
+        ended
+          ? "the server is gone; start it again with: muster page"
+          : "the server does not answer; trying again",
+      );
     };
     return () => stream.close();
   }
@@ -98,13 +112,24 @@ let leave = () => {};
 function say(state, words) {
   live.className = state;
   if (!words) return live.replaceChildren();
-  live.replaceChildren(h("span", { class: "glyph", "aria-hidden": "true" }, { live: "●", lost: "◌", gone: "✕" }[state] || ""), words);
+  live.replaceChildren(
+    h("span", { class: "glyph", "aria-hidden": "true" }, { live: "●", lost: "◌", gone: "✕" }[state] || ""),
+    words,
+  );
 }
 
 function trail(...parts) {
   const only = EMBEDDED && source.content.runs.length === 1;
   const all = only ? parts : [["Runs", "#/"], ...parts];
-  document.getElementById("where").replaceChildren(...all.map(([words, address], i) => (i === all.length - 1 ? h("span", { "aria-current": "page" }, words) : h("a", { href: address }, words))));
+  document
+    .getElementById("where")
+    .replaceChildren(
+      ...all.map(([words, address], i) =>
+        i === all.length - 1
+          ? h("span", { "aria-current": "page" }, words)
+          : h("a", { href: address }, words),
+      ),
+    );
   document.title = `${all.map(([words]) => words).at(-1)} · muster`;
 }
 
@@ -114,7 +139,16 @@ const routes = {
     const shownView = new RunsView();
     const content = await source.runs();
     shownView.update(content);
-    return [shownView, () => source.follow(null, undefined, (sections) => shownView.update(Object.assign(content, sections)), route)];
+    return [
+      shownView,
+      () =>
+        source.follow(
+          null,
+          undefined,
+          (sections) => shownView.update(Object.assign(content, sections)),
+          route,
+        ),
+    ];
   },
 
   async run(name) {
@@ -123,7 +157,11 @@ const routes = {
     const content = await source.run(name);
     const update = (sections) => shownView.update(Object.assign(content, sections), Object.keys(sections));
     const again = async () => shownView.update(Object.assign(content, await source.run(name)));
-    return [shownView, () => source.follow(name, content.version, update, () => again().catch(() => {})), () => shownView.update(content)];
+    return [
+      shownView,
+      () => source.follow(name, content.version, update, () => again().catch(() => {})),
+      () => shownView.update(content),
+    ];
   },
 
   async compare(...names) {
@@ -132,7 +170,8 @@ const routes = {
     shownView.content = await source.compare(names);
     const draw = () => shownView.update(shownView.content);
     const follow = () => {
-      const ended = () => shownView.content.every(({ a, b }) => a.state !== "running" && b.state !== "running");
+      const ended = () =>
+        shownView.content.every(({ a, b }) => a.state !== "running" && b.state !== "running");
       const timer = setInterval(async () => {
         if (ended() || EMBEDDED) return;
         try {
@@ -160,7 +199,10 @@ async function route() {
   leave();
   leave = () => {};
   say("", "");
-  const address = location.hash.length > 2 || (location.hash && !(EMBEDDED && source.content.runs.length === 1)) ? location.hash : firstAddress();
+  const address =
+    location.hash.length > 2 || (location.hash && !(EMBEDDED && source.content.runs.length === 1))
+      ? location.hash
+      : firstAddress();
   const [kind, ...names] = address.slice(2).split("/").map(decodeURIComponent);
   const here = (route.latest = Symbol(kind));
   try {
@@ -174,7 +216,10 @@ async function route() {
   } catch (error) {
     if (route.latest !== here) return;
     view = null;
-    main.replaceChildren(h("p", { class: "alone", role: "alert" }, error.message), h("p", {}, h("a", { href: "#/" }, "All runs")));
+    main.replaceChildren(
+      h("p", { class: "alone", role: "alert" }, error.message),
+      h("p", {}, h("a", { href: "#/" }, "All runs")),
+    );
   }
 }
 

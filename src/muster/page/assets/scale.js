@@ -23,7 +23,9 @@ function logTicks(low, high) {
   return ticks.filter((_, i) => i % every === 0);
 }
 
-const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400];
+const TIME_STEPS = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400,
+];
 
 function timeTicks(low, high, about) {
   const raw = (high - low) / about;
@@ -35,8 +37,14 @@ function timeTicks(low, high, about) {
 
 function clockTick(seconds) {
   if (seconds >= 86400 && seconds % 86400 === 0) return `${seconds / 86400}\u202fd`;
-  if (seconds >= 3600) return seconds % 3600 === 0 ? `${seconds / 3600}\u202fh` : `${Math.floor(seconds / 3600)}:${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")}`;
-  if (seconds >= 60) return seconds % 60 === 0 ? `${seconds / 60}\u202fmin` : `${Math.floor(seconds / 60)}:${String(Math.round(seconds % 60)).padStart(2, "0")}`;
+  if (seconds >= 3600)
+    return seconds % 3600 === 0
+      ? `${seconds / 3600}\u202fh`
+      : `${Math.floor(seconds / 3600)}:${String(Math.floor((seconds % 3600) / 60)).padStart(2, "0")}`;
+  if (seconds >= 60)
+    return seconds % 60 === 0
+      ? `${seconds / 60}\u202fmin`
+      : `${Math.floor(seconds / 60)}:${String(Math.round(seconds % 60)).padStart(2, "0")}`;
   return `${number(seconds, 2)}\u202fs`;
 }
 
