@@ -7,8 +7,10 @@ import re
 import wave
 
 import pytest
+from typer.testing import CliRunner
 
 from muster import run_directory
+from muster.cli import app
 from muster.errors import MusterError
 from muster.page import report
 from muster.recipe.schema import Logging
@@ -127,3 +129,20 @@ def test_a_run_that_failed_left_its_report(runs):
 def test_a_key_turns_the_report_off(runs):
     assert run_directory.find("quiet", runs).state() == "finished"
     assert not (runs / "quiet" / report.REPORT).exists()
+
+
+def test_the_command_writes_runs_by_name_into_one_file(tmp_path):
+    for name, lr in (("a", 1e-3), ("b", 1e-4)):
+        synthetic.write(tmp_path / name, ranks=1, steps=10, state="finished", lr=lr)
+    words = ["report", "a", "b", "--dir", str(tmp_path), "-o", str(tmp_path / "out" / "ab.html")]
+    answer = CliRunner().invoke(app, words)
+    assert answer.exit_code == 0, answer.output
+    document = embedded((tmp_path / "out" / "ab.html").read_text())
+    assert [part["run"]["name"] for part in document["runs"]] == ["a", "b"]
+    (comparison,) = document["comparisons"]
+    assert [row["key"] for row in comparison["recipe"]] == ["training.lr"]
+
+
+def test_more_runs_than_a_chart_can_show_are_refused(tmp_path):
+    with pytest.raises(MusterError, match="4 runs at most, not 5"):
+        report.write([tmp_path] * 5, tmp_path / "report.html")
