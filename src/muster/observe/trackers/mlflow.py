@@ -20,6 +20,7 @@ MAKE_TABLES = (
 
 class MLflow(Tracker):
     def start(self, run: TrackerRun) -> str:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # before it is imported
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 

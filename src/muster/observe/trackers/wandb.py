@@ -13,6 +13,7 @@ LOGIN_S = 5  # that a question for the API key waits where a rank has a terminal
 
 class WeightsAndBiases(Tracker):
     def start(self, run: TrackerRun) -> str:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # before it is imported
         import wandb
 
         # Only the recipe and the metrics are sent: no console output, source code, command line, list of
