@@ -77,10 +77,12 @@ def _silent(rows: Sequence[Row]) -> Iterator[Finding]:
     silent = [row for row in rows if row["state"] == "silent"]
     if silent:
         longest = max(row["silent_s"] for row in silent)
+        what = "its process is gone or frozen, or its machine cannot"
+        if len(silent) > 1:
+            what = "their processes are gone or frozen, or their machines cannot"
         yield _finding(
             "bad",
-            f"No heartbeat of {_named(silent)} for {longest:.0f} s: its process is gone or frozen, or its "
-            "machine cannot write to the run directory.",
+            f"No heartbeat of {_named(silent)} for {longest:.0f} s: {what} write to the run directory.",
             silent[0]["rank"],
         )
 
