@@ -2,12 +2,12 @@
 
     python benchmarks/trackers.py tensorboard wandb mlflow trackio
 
-Both as ratios to what the training thread needs to write the step's lines into the run directory, which is
-also printed, in microseconds of this machine's CPU. Set WANDB_MODE=offline without an account.
+Both as ratios to the CPU time in which the training thread writes the step's lines into the run directory. Set WANDB_MODE=offline without an account.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import time
@@ -28,31 +28,37 @@ def record(step: int) -> StepRecord:
     )  # fmt: skip
 
 
-def cost(name: str | None) -> tuple[float, float]:
-    """Microseconds per step: of the training thread, and of all other threads."""
+def cost(name: str) -> tuple[float, float, float]:
+    """Microseconds per step: of the training thread to write the lines and to hand them to the tracker, and of
+    all other threads."""
     folder = Path(tempfile.mkdtemp(prefix="trackers-")) / "run"
     folder.mkdir()
-    trackers = Trackers([name] if name else [], folder, {"name": "benchmark"}, 0)
-    while name and not (folder / "trackers.json").exists():
+    trackers = Trackers([name], folder, {"name": "benchmark"}, 0)
+    while not (folder / "trackers.json").exists():
         time.sleep(0.1)  # until it has started
-    observer = Observer(folder, 0, every_steps=10, start=0, trackers=trackers)
-    whole, own = time.process_time(), time.thread_time()
+    observer = Observer(folder, 0, every_steps=10, start=0)
+    lines, handing = [], []
+    whole, begin = time.process_time(), time.thread_time()
     for step in range(1, STEPS + 1):
-        observer.write(record(step))
-    own = time.thread_time() - own
-    observer.end_trackers("finished")
+        done, before = record(step), time.thread_time()
+        observer.write(done)
+        line, written = done.metrics(), time.thread_time()
+        trackers.metrics(step, "train", line)
+        lines.append(written - before)
+        handing.append(time.thread_time() - written)
+    own = time.thread_time() - begin
+    trackers.close()
     others = time.process_time() - whole - own
     observer.close()
-    return own / STEPS * 1e6, others / STEPS * 1e6
+    return statistics.median(lines) * 1e6, statistics.median(handing) * 1e6, others / STEPS * 1e6
 
 
 def main() -> None:
-    base, _ = cost(None)
-    print(f"the lines of a step in the run directory: {base:.0f} µs of the training thread")
     for name in sys.argv[1:]:
-        own, others = cost(name)
+        lines, handing, others = cost(name)
         print(
-            f"{name}: training thread {own / base:.2f}, the tracker's thread {others / base:.1f} times that"
+            f"{name}: the training thread {handing / lines:.2f}, the tracker's thread {others / lines:.1f} times "
+            f"the lines of a step ({lines:.0f} µs)"
         )
 
 
