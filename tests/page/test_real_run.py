@@ -13,7 +13,7 @@ import pytest
 import processes
 from muster import run_directory
 from muster.page.build import document
-from muster.page.document import Document
+from muster.page.document import Document, Finding
 from muster.page.read import RunFiles
 from processes import python_path
 from tiny import LONG
@@ -54,17 +54,20 @@ def until(files: RunFiles, holds: Callable[[Document], Any], limit_s: float) -> 
         time.sleep(0.2)
 
 
+def named_bad(found: Document) -> list[Finding]:
+    return [one for one in found["findings"] if one["rank"] == 1 and one["level"] == "bad"]
+
+
 @pytest.mark.serial
 def test_a_rank_that_becomes_slow_is_named_within_ten_seconds(folder: Path) -> None:
     files = RunFiles(run_directory.find("latest", folder / "runs").path)
     before = until(files, lambda found: len(found["curves"]["step"]) >= 30, 90)
-    assert not [found for found in before["findings"] if found["rank"] == 1]
+    assert not named_bad(before)  # on a busy machine a rank may be a little slow by itself
     (folder / "slow").touch()
     slowed = time.monotonic()
-    found = until(files, lambda now: [f for f in now["findings"] if f["rank"] == 1], 3 * NAMED_S)
+    found = until(files, named_bad, 3 * NAMED_S)
     assert time.monotonic() - slowed < NAMED_S
-    (finding,) = [finding for finding in found["findings"] if finding["rank"] == 1]
-    assert finding["level"] == "bad"
+    (finding,) = named_bad(found)
     assert finding["text"].startswith("Rank 1 on ")
     assert "all wait for it" in finding["text"]
     assert [row["state"] for row in found["ranks"]["rows"]] == ["ok", "slow"]
