@@ -5,6 +5,7 @@ import logging
 import math
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -253,6 +254,17 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypa
     assert str(caught.value) == (
         "logging.to: wandb is not installed; pip install 'muster-train[wandb]', or leave it out"
     )
+
+
+def test_the_tracker_of_the_manual_is_the_file_beside_it_and_works(tmp_path):
+    docs = Path(__file__).parents[2] / "docs"
+    example = docs / "examples" / "line_tracker.py"
+    assert f"```python\n{example.read_text()}```" in (docs / "trackers.md").read_text()
+    train([f"{example}:Lines"], tmp_path, [1, 2])
+    written = [json.loads(text) for text in (tmp_path / "lines.txt").read_text().splitlines()]
+    assert [(one["step"], one["train/loss"]) for one in written] == [(1, 1.0), (2, 0.5)]
+    ids = json.loads((tmp_path / "trackers.json").read_text())
+    assert ids["line_tracker.py:Lines"]["id"] == tmp_path.name
 
 
 def test_dotted_keys_of_the_recipe():

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from muster.errors import RecipeError
-from muster.recipe.aliases import TABLE, alias_table
+from muster.recipe.aliases import TABLE, alias_table, as_named_today
 from muster.recipe.describe import keys
 from muster.recipe.load import load, read
+from muster.recipe.schema import Recipe
 
 SAMPLES = {
     "distributed.strategy": "ddp",
@@ -217,3 +218,13 @@ def test_an_error_shows_the_name_that_was_typed() -> None:
     assert refusal("speech", "training.max_steps=-1").startswith(
         "training.max_steps (now training.steps): got -1, expected a whole number greater than 0"
     )
+
+
+def test_a_checkpoint_from_before_a_key_had_its_name_loads() -> None:
+    """Its recipe.json is validated as it is: nothing composes it."""
+    document = load("gpt-micro").as_dict()
+    del document["logging"]["to"]
+    document["logging"]["tensorboard"] = False
+    before = json.dumps(document)
+    assert Recipe.model_validate(as_named_today(document)).logging.to == []
+    assert json.dumps(document) == before
