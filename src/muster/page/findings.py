@@ -134,6 +134,7 @@ def _slow(rows: Sequence[Row], compared: Compared) -> Iterator[Finding]:
     times = compared.times
     slow = [row for row in rows if compared.is_slow(row["rank"])]
     slow.sort(key=lambda row: -times[row["rank"]].work)
+    whom = "the median of the others" if len(times) > 2 else "the other"
     for row in slow[:MOST_NAMED]:
         mine, others = times[row["rank"]], compared.others_work[row["rank"]]
         computes = compared.others_compute[row["rank"]]
@@ -141,7 +142,7 @@ def _slow(rows: Sequence[Row], compared: Compared) -> Iterator[Finding]:
         verb = "computes" if mine.compute > SLOW * computes else "takes for its own part of a step"
         yield _finding(
             "bad" if ratio >= MUCH_SLOWER else "warn",
-            f"Rank {row['rank']} on {row['node']} {verb} {ratio:.1f} × as long as the median of the others "
+            f"Rank {row['rank']} on {row['node']} {verb} {ratio:.1f} × as long as {whom} "
             f"({mine.work:.3g} s a step against {others:.3g} s); all wait for it.",
             row["rank"],
         )
