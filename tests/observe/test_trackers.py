@@ -12,8 +12,10 @@ import pytest
 from muster.errors import RecipeError
 from muster.observe.trackers import Tracker, TrackerRun, Trackers
 from muster.observe.trackers import sender as sender_module
+from muster.observe.trackers import sent as sent_module
 from muster.observe.trackers.named import BUILT_IN, refuse_missing
 from muster.recipe.load import from_resolved, load, to_yaml
+from processes import until
 
 RECIPE = {"name": "small", "training": {"lr": 1e-3, "steps": 6}, "logging": {"to": ["x"]}}
 OWN = '''
@@ -187,6 +189,28 @@ def test_a_tracker_that_fails_is_told_once_and_counted_at_the_end(
         "logging.to: wandb failed, and the run goes on: ConnectionError: no route to host",
         "logging.to: wandb did not get all of 5 points: 4 failed (last error: SystemExit: 2)",
     ]
+
+
+def test_a_disk_that_is_full_for_a_while_loses_those_points_alone(
+    tmp_path, monkeypatch, caplog, quick, lines
+):
+    made = Trackers([lines], tmp_path, RECIPE, 0)
+    until(lambda: (tmp_path / "trackers.json").exists())
+    full = threading.Event()
+
+    def write_json(path, document):
+        full.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sent_module, "write_json", write_json)
+        made.metrics(1, "train", line(1))
+        assert full.wait(10)
+        until(lambda: "No space left" in caplog.text)
+    made.metrics(2, "train", line(2))
+    made.close()
+    assert [call[1] for call in calls(tmp_path) if call[0] == "metrics"] == [2]
+    assert "lines.py:Lines did not get all of 2 points: 1 failed" in caplog.text
 
 
 def test_a_tracker_that_cannot_start_leaves_the_others_alone(tmp_path, caplog, lines):

@@ -77,7 +77,10 @@ class Sender(threading.Thread):
         it twice."""
         points = [self._queue.popleft() for _ in range(len(self._queue))]
         if not tracker.replaces_steps:
-            points = self._sent.without_repeated(self.label, points)
+            try:
+                points = self._sent.without_repeated(self.label, points)
+            except OSError as error:  # a full disk
+                return self._failed(error, len(points))
         given = 0
         for point in points:
             given += self._guarded(partial(_give, tracker, point), 1)
@@ -92,12 +95,15 @@ class Sender(threading.Thread):
         try:
             call()
         except BaseException as error:
-            self.failed += points
-            if self.error is None:
-                self._warn(f"failed, and the run goes on: {words(error)}")
-            self.error = error
+            self._failed(error, points)
             return 0
         return points
+
+    def _failed(self, error: BaseException, points: int) -> None:
+        self.failed += points
+        if self.error is None:
+            self._warn(f"failed, and the run goes on: {words(error)}")
+        self.error = error
 
 
 def _give(tracker: Tracker, point: Point) -> None:
