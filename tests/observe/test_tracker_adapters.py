@@ -1,5 +1,6 @@
 """Each tracker's own client reads back what muster sent it, also after a run was resumed."""
 
+import json
 import os
 import struct
 import sys
@@ -13,6 +14,7 @@ from muster.observe.trackers import Trackers
 
 RECIPE = {"name": "small", "training": {"lr": 1e-3, "steps": 6}, "logging": {"to": ["x"]}}
 SECRET = "s3cr3t" * 6 + "abcd"  # as long as an API key of Weights & Biases
+NAMES = {"train/loss", "train/lr", "validation/wer", "test/wer"}
 BLOCK, HEAD = 32768, 7  # of the files of Weights & Biases
 
 
@@ -38,6 +40,8 @@ def send(name: str, folder: Path, steps, *, start: int = 0, status="finished", l
         made.metrics(step, "train", {"step": step, "loss": 1 / step, "lr": 1e-3})
         if step % 2 == 0:
             made.evaluation(step, "validation", {"wer": 1 / step, "words": 9}, [f"at {step}"])
+    if status == "finished":
+        made.evaluation(5, "test", {"wer": 0.125})  # of the best checkpoint
     made.close(status, limit_s=limit)
 
 
@@ -55,7 +59,8 @@ def test_tensorboard_has_every_step_once_after_a_resume(folder):
     assert [e.step for e in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6, 7]
     assert board.Scalars("train/loss")[6].value == pytest.approx(1 / 7)
     assert [e.step for e in board.Scalars("validation/wer")] == [2, 4, 6]
-    assert set(board.Tags()["scalars"]) == {"train/loss", "train/lr", "validation/wer"}
+    assert [(e.step, e.value) for e in board.Scalars("test/wer")] == [(5, 0.125)]
+    assert set(board.Tags()["scalars"]) == NAMES
     assert board.Tensors("validation/remarks/text_summary")[-1].tensor_proto.string_val == [b"at 6"]
 
 
@@ -65,7 +70,8 @@ def check_mlflow(client, status: str) -> None:
     assert [(m.step, m.value) for m in history] == [(s, 1 / s) for s in range(1, 8)]
     scores = client.get_metric_history(run.info.run_id, "validation/wer")
     assert [m.step for m in scores] == [2, 4, 6]
-    assert set(run.data.metrics) == {"train/loss", "train/lr", "validation/wer"}
+    assert set(run.data.metrics) == NAMES
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "test/wer")] == [5]
     assert run.data.params == {
         "name": "small",
         "training.lr": "0.001",
@@ -130,7 +136,7 @@ def test_weights_and_biases_offline_has_the_metrics_and_nothing_of_the_machine(
     assert (
         len({file.name for file in files}) == 1
     )  # the same id: `wandb sync` makes one run of both
-    found, names, exits = [], set(), []
+    found, names, exits, summary = [], set(), [], {}
     for file in files:
         for record in wandb_records(file):
             for item in record.history.item:
@@ -138,6 +144,8 @@ def test_weights_and_biases_offline_has_the_metrics_and_nothing_of_the_machine(
                 names.add(name)
                 if name in ("train/loss", "validation/wer"):
                     found.append((record.history.step.num, name, float(item.value_json)))
+            for item in record.summary.update:
+                summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
             if record.WhichOneof("record_type") == "exit":
                 exits.append(record.exit.exit_code)
             if record.WhichOneof("record_type") == "run":
@@ -147,11 +155,8 @@ def test_weights_and_biases_offline_has_the_metrics_and_nothing_of_the_machine(
     losses = [(s, "train/loss", 1 / s) for s in range(1, 8)]
     scores = [(s, "validation/wer", 1 / s) for s in (2, 4, 6)]
     assert sorted(found) == sorted(losses + scores)
-    assert {n for n in names if not n.startswith("_")} == {
-        "train/loss",
-        "train/lr",
-        "validation/wer",
-    }
+    assert {n for n in names if not n.startswith("_")} == NAMES - {"test/wer"}
+    assert summary["test/wer"] == 0.125
     assert exits == [1, 0]
     sent = b"".join(file.read_bytes() for file in files)
     private = [SECRET, str(Path.cwd()), sys.executable]
@@ -176,4 +181,5 @@ def test_trackio_goes_on_in_the_same_run(folder, monkeypatch, tmp_path):
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(s, 1 / s) for s in range(1, 8)]
     assert [row["step"] for row in rows if "validation/wer" in row] == [2, 4, 6]
+    assert [row["step"] for row in rows if "test/wer" in row] == [5]
     assert SECRET not in str(rows)

@@ -42,9 +42,16 @@ class WeightsAndBiases(Tracker):
             config=run.recipe,
             settings=settings,
         )
+        self._step = 0
         return str(self._run.id)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
+        if (
+            step < self._step
+        ):  # the best checkpoint's scores, after training: no row can be added before the last
+            self._run.summary.update(values)
+            return
+        self._step = step
         self._run.log(values, step=step)
 
     def text(self, step: int, name: str, text: str) -> None:
