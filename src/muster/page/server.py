@@ -173,9 +173,8 @@ async def _events(read: Callable[[], Sections], seen: int) -> AsyncIterator[str]
             yield f'event: update\ndata: {{"sections":{join(changed)}}}\n\n'
         elif now - spoke >= KEEP_ALIVE_S:
             yield ": nothing new\n\n"
-        else:
-            now = spoke
-        spoke = now
+        if changed or now - spoke >= KEEP_ALIVE_S:
+            spoke = now
         await anyio.sleep(EVERY_S)
 
 

@@ -121,7 +121,8 @@ def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
 def _device_name(mesh: Mesh) -> str:
     if mesh.device.type == "cuda":
         return f"{torch.cuda.get_device_name(mesh.device)} ({mesh.device})"
-    return f"CPU ({torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:

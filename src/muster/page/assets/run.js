@@ -47,7 +47,7 @@ function figures(document) {
     ["Step", whole(step), steps ? `of ${whole(steps)}` : ""],
     ["Loss", number(run.loss ?? loss[lastKnown(loss)]), ""],
     run.best
-      ? ["Best", scored(run.best.name, run.best.value), `${run.best.name} at step ${whole(run.best.step)}`]
+      ? ["Best", scored(run.best.name, run.best.value), `${named(run.best.name).toLowerCase()} at step ${whole(run.best.step)}`]
       : null,
     run.throughput ? ["Speed", number(run.throughput.value), run.throughput.unit] : null,
     [

@@ -30,7 +30,7 @@ const shareDone = (progress) => (progress.steps ? progress.step / progress.steps
 
 function bestScore(best) {
   return best
-    ? [h("b", {}, scored(best.name, best.value)), h("span", { class: "faint" }, ` ${best.name}`)]
+    ? [h("b", {}, scored(best.name, best.value)), h("span", { class: "faint" }, ` ${named(best.name).toLowerCase()}`)]
     : NONE;
 }
 
