@@ -230,9 +230,8 @@ def explain_run(folder: Path, state: str | None = None) -> Report:
     scans = _scan_logs(folder)
     seen = [hit for found in scans.values() for hit in found.seen.values()]
     first = None if state in WENT_WELL else _from_run(folder, info)
-    if (
-        state not in (*WENT_WELL, *GOES_ON) and not again
-    ):  # else a log may tell of a failure survived
+    # Logs are of all starts: where there were several, they may tell of a failure that was survived.
+    if state not in (*WENT_WELL, *GOES_ON) and not again:
         first = first or _from_logs(scans)
     known, cause, cure = _likely(first, _merged(seen))
     noted = info.get("failure") or {}
