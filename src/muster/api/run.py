@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from muster import run_directory
 from muster.errors import MusterError
 from muster.observe.events import EVENTS_FILE, Restart, restarts_in
 from muster.observe.results import read_lines
-from muster.observe.scores import MAIN, main_score
+from muster.page.summary import best
 
 if TYPE_CHECKING:
     import pandas
@@ -103,24 +102,14 @@ class Run:
     def best(self) -> Best | None:
         """The best evaluation by `evaluation.metric`, else by the task's own score: on validation data, or where
         there is none, on what the run was scored on at its end. None where nothing was scored."""
-        scored = [event for event in self.events() if event["event"] == "evaluation"]
-        validation = [event for event in scored if event["split"] == "validation"]
-        found = validation or scored
-        if not found:
+        found = best(self.events())
+        if found is None:
             return None
-        name = found[-1].get("metric") or main_score(found[-1]["scores"])
-        values = [
-            (float(event["scores"][name]), event)
-            for event in found
-            if name in event["scores"] and math.isfinite(event["scores"][name])
-        ]
-        if name is None or not values:
-            return None
-        more = MAIN.get(name, False) if "better" not in found[-1] else found[-1]["better"] == "max"
-        score, event = (max if more else min)(values, key=lambda pair: pair[0])
-        saved = self.path / "checkpoints" / f"step-{event['step']}"
+        saved = self.path / "checkpoints" / f"step-{found['step']}"
         whole = (saved / "manifest.json").is_file()
-        return Best(event["step"], event["split"], name, score, saved if whole else None)
+        return Best(
+            found["step"], found["split"], found["name"], found["value"], saved if whole else None
+        )
 
     def wait(self, timeout: float | None = None) -> Run:
         """Return this run when it has finished or was stopped; after `timeout` seconds raise TimeoutError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,9 +82,9 @@ def best(events: list[dict[str, Any]]) -> Best | None:
         return None
     name = found[-1].get("metric") or main_score(found[-1]["scores"])
     values = [
-        (float(event["scores"][name]), event)
+        (float(score), event)
         for event in found
-        if name is not None and event["scores"].get(name) is not None
+        if (score := event["scores"].get(name)) is not None and math.isfinite(score)
     ]
     if name is None or not values:
         return None
