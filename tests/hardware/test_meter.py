@@ -81,6 +81,25 @@ def test_a_driver_that_does_not_answer_keeps_nobody_waiting(
     held.set()
 
 
+def test_a_sample_that_is_taken_away_while_it_is_read_ends_no_heartbeat(stop: Any) -> None:
+    class Ends(Meter):
+        """Its thread meets an error between two looks at the last sample."""
+
+        @property
+        def _last(self) -> Any:
+            return next(self.looks, None)
+
+        @_last.setter
+        def _last(self, value: Any) -> None: ...
+
+    sample = {"utilisation": None}
+    found = Ends(lambda: sample, every_s=60)
+    stop(found)
+    found.looks = iter([(time.monotonic(), sample)])
+    assert found.latest() == sample
+    assert found.latest() is None
+
+
 def test_the_first_error_ends_the_measuring_with_one_line(
     stop: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

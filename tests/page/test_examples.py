@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import soundfile
+from pyarrow import ArrowInvalid
 
 from muster.errors import DataError
 from muster.page.build import read_document
@@ -24,6 +25,8 @@ class Clips:
     def peek(self, index: int) -> Any:
         if index == 7:
             raise DataError("clip 7 cannot be decoded")
+        if index == 8:
+            raise ArrowInvalid("the parquet file of clip 8 is cut short")
         return np.full(index * RATE // 10, 0.25, np.float32)
 
 
@@ -49,6 +52,8 @@ def test_a_clip_that_cannot_be_read_ends_it_without_an_error(
 ) -> None:
     assert keep_recordings(tmp_path, Clips(), mistakes(2, 7, 3), 10, RATE) == {"2": 0.2}
     assert "clip 7 cannot be decoded" in caplog.text
+    assert keep_recordings(tmp_path, Clips(), mistakes(3, 8), 10, RATE) == {"3": 0.3}
+    assert "clip 8 is cut short" in caplog.text
 
 
 def test_data_without_audio_keeps_none(tmp_path: Path) -> None:

@@ -76,6 +76,44 @@ def test_numbers_of_a_file_with_a_spoilt_line_are_kept() -> None:
     assert found["skipped"][1] == 1
 
 
+@pytest.mark.parametrize(
+    "text", [b"\x00\x00\n", b"garbage\n", b"[1]\n", b"null\n", b'{"step": 1}\nnull\n', b"{}\n"]
+)
+def test_lines_without_an_object_are_no_rows(text: bytes) -> None:
+    assert set(parse(text)) <= {"step"}
+    table = Table()
+    table.extend(parse(text))
+    assert list(table.column("step")) == ([1.0] if b"step" in text else [])
+
+
+def test_a_column_that_ends_earlier_has_no_numbers_after() -> None:
+    table = Table()
+    table.extend({"step": np.arange(3.0), "skipped": np.ones(3)})
+    table.extend({"step": np.arange(5000.0)})
+    assert len(table.column("skipped")) == table.rows == 5003
+    assert np.isnan(table.column("skipped")[3:]).all()
+
+
+def test_files_are_not_judged_by_attributes_that_nfs_keeps_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines_path, beat_path = tmp_path / "0.jsonl", tmp_path / "0.heartbeat.json"
+    lines_path.write_text(lines(1))
+    beat_path.write_text('{"step": 1}')
+    growing, beat = Growing(lines_path), JsonFile(beat_path)
+    growing.read()
+    beat.refresh()
+    known = {path: path.stat() for path in (lines_path, beat_path)}
+    lines_path.write_text(lines(1, 2))
+    (tmp_path / "new").write_text('{"step": 2}')
+    (tmp_path / "new").replace(beat_path)
+    stat = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda path, **options: known.get(path) or stat(path))
+    assert growing.unread() == len(lines(2))
+    assert beat.refresh()
+    assert beat.value == {"step": 2}
+
+
 def test_a_column_that_comes_later_has_no_numbers_before() -> None:
     table = Table()
     table.extend(parse(b'{"step": 1}\n'))
@@ -156,6 +194,19 @@ def test_the_heat_map_of_growing_and_replaced_files(tmp_path: Path) -> None:
     times.refresh()
     assert times.heat([1])["compute"][0][0] == 9.0
     assert times.recent[1][:, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "name", ["ranks/1.heartbeat.json", "ranks/1.jsonl", "metrics.jsonl", "recipe.yaml", "data.json"]
+)
+@pytest.mark.parametrize("text", [b"", b"\x00\xff\n", b"[1]\n", b'{"ra'])
+def test_a_spoilt_file_leaves_the_rest_of_the_document(
+    tmp_path: Path, name: str, text: bytes
+) -> None:
+    run = synthetic.write(tmp_path / "run", ranks=2, steps=5)
+    (run / name).write_bytes(text)
+    found = read_document(run)
+    assert [row["rank"] for row in found["ranks"]["rows"]] == [0, 1]
 
 
 def test_a_vanished_directory_is_said(tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ class Meter:
 
     def latest(self) -> Sample | None:
         """At once; None before the first sample, and when the device has not answered lately."""
-        if self._last is None or time.monotonic() - self._last[0] > STALE_S:
+        last = self._last  # the other thread may take it away
+        if last is None or time.monotonic() - last[0] > STALE_S:
             return None
-        return self._last[1]
+        return last[1]
 
     def stop(self) -> None:
         self._end.set()

@@ -37,7 +37,8 @@ def read_last(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         with suppress(ValueError):  # truncated by a full disk
-            return dict(json.loads(line))
+            if isinstance(found := json.loads(line), dict):
+                return found
     return {}
 
 

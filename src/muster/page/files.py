@@ -1,4 +1,8 @@
-"""Files that other processes write while they are read: on this machine, or on shared storage from another."""
+"""Files that other processes write while they are read: on this machine, or on shared storage from another.
+
+Each is opened before its size is asked for: NFS answers `stat` from a cache that may be a minute old, but asks
+its server when a file is opened.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ class Growing:
     def unread(self) -> int:
         """Bytes; all of them after the file was replaced."""
         try:
-            found = self.path.stat()
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
         except OSError:
             return 0
         return found.st_size if self._replaced(found) else found.st_size - self.offset
@@ -91,11 +96,12 @@ class JsonFile:
     def refresh(self) -> bool:
         """Whether it changed."""
         try:
-            found = self.path.stat()
-            seen = (found.st_ino, found.st_mtime_ns, found.st_size)
-            if seen == self._seen:
-                return False
-            value = from_json(self.path.read_text())
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                seen = (found.st_ino, found.st_mtime_ns, found.st_size)
+                if seen == self._seen:
+                    return False
+                value = from_json(file.read())
         except (OSError, ValueError):
             changed, self.value, self._seen = bool(self.value), {}, None
             return changed

@@ -123,9 +123,9 @@ class RunFiles(RunFacts):
     def silent_s(self, rank: int) -> float:
         """Since the rank's last heartbeat: by this machine's clock, once a new one was seen."""
         beat = self._beats.get(rank)
-        return (
-            0.0 if beat is None else max(0.0, self.read_at - (beat.changed or beat.value["time"]))
-        )
+        if beat is None or not beat.value:
+            return 0.0
+        return max(0.0, self.read_at - (beat.changed or beat.value["time"]))
 
     def step_times(self) -> Floats:
         """When each step ended. Metrics of older runs have no time: their steps are taken to follow each
@@ -153,6 +153,6 @@ class RunFiles(RunFacts):
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_text(), SAFE_LOADER)
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return {}
     return document if isinstance(document, dict) else {}
