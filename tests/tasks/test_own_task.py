@@ -170,6 +170,14 @@ def with_score(result: str) -> tuple[str, str]:
             (SUM, f"{SUM}\n\n    scores = {{'recall': 'max'}}"),
             "scores declares 'recall', which summarise does not return: it returned loss, units",
         ),
+        (
+            (
+                "class Net(nn.Sequential):\n    pass",
+                "class Net(nn.Sequential):\n    def get_extra_state(self):\n        return {'epoch': 1}\n\n"
+                "    def set_extra_state(self, state):\n        pass",
+            ),
+            "the model's state has _extra_state, a dict; checkpoints keep tensors alone",
+        ),
     ],
 )
 def test_a_mistake_in_a_method_is_one_sentence(tmp_path, change, words):

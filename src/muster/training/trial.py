@@ -37,6 +37,7 @@ def try_task(
 ) -> None:
     """Refuses batches without units, a loss that is no scalar, and one that is a mean. All ranks compute
     the same, so a model in shards can be tried too; weights, buffers and random state stay as they are."""
+    _refuse_other_state(own, engine)
     ids = list(range(min(SAMPLES, len(source))))
     once, twice = (_batch(own, task, source, chosen) for chosen in (ids, ids + ids))
     if twice.units != 2 * once.units:
@@ -52,6 +53,17 @@ def try_task(
         part.train()
     if of_once is not None and of_twice is not None:
         _refuse_mean(own, float(of_once), float(of_twice), once.units)
+
+
+def _refuse_other_state(own: OwnTask, engine: Engine) -> None:
+    """A checkpoint holds tensors, and no reading of one runs code: other values would not come back."""
+    for part in engine.parts:
+        for name, value in part.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise RecipeError(
+                    f"{own.label}: the model's state has {name}, a {type(value).__name__}; checkpoints keep tensors "
+                    "alone: register_buffer keeps numbers, and what a constructor sets needs no get_extra_state"
+                )
 
 
 def _batch(own: OwnTask, task: Task, source: Source, ids: list[int]) -> Batch:
