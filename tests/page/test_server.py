@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import http.client
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 
 from muster.errors import LaunchError
+from muster.page import read
 from page import synthetic
 
 pytest.importorskip("uvicorn", reason="pip install 'muster-train[page]'")
@@ -237,6 +239,22 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     assert runs.paths() == {"run": paths[0], "run-2": paths[1]}
     os.rename(paths[0], tmp_path / "away")
     assert [line["name"] for line in json.loads(runs.list().texts["runs"])] == ["run-2"]
+
+
+def test_a_run_whose_storage_fails_leaves_the_others_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        synthetic.write(tmp_path / name, ranks=1, steps=3)
+    read_last = read.read_last
+
+    def read_or_fail(path: Path) -> dict[str, Any]:
+        if path.parent.name == "one":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_last(path)
+
+    monkeypatch.setattr(read, "read_last", read_or_fail)
+    assert [line["name"] for line in json.loads(LiveRuns(tmp_path).list().texts["runs"])] == ["two"]
 
 
 def test_the_newest_run_is_read_before_someone_asks(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ class LiveRuns:
         if line is None or now - read_at >= (FRESH_S if facts.alive else ENDED_FRESH_S):
             try:
                 facts.refresh()
-            except Vanished:
+            except (Vanished, OSError):  # its storage may be away: the others stay
                 self._lines.pop(path, None)
                 return None
             line = summary(facts) | {"name": name}  # type: ignore[assignment]
