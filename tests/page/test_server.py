@@ -105,6 +105,12 @@ def test_a_name_of_another_host_is_refused(server: Server, run: Path, host: str)
     assert server.get("/api/runs", Host=host).status == 403
 
 
+def test_who_names_no_host_is_refused(server: Server, run: Path) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), 30) as connection:
+        connection.sendall(f"GET /{TOKEN}/api/runs HTTP/1.0\r\n\r\n".encode())
+        assert b" 403 " in connection.recv(100)
+
+
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:9000", "127.0.0.1:1", "[::1]:80", "[::1]"]
 )
@@ -157,7 +163,10 @@ def test_assets_are_only_those_of_the_folder(server: Server, path: str) -> None:
 def test_nothing_may_be_loaded_from_elsewhere(server: Server, run: Path) -> None:
     for path in ("/", "/api/runs", "/assets/page.js"):
         headers = server.get(path).headers
-        assert headers["content-security-policy"].startswith("default-src 'self';")
+        policy = headers["content-security-policy"].split("; ")
+        assert policy[0] == "default-src 'self'"
+        assert {"frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"} <= {*policy}
+        assert headers["cross-origin-resource-policy"] == "same-origin"
         assert headers["referrer-policy"] == "no-referrer"
         assert headers["x-content-type-options"] == "nosniff"
         assert "server" not in headers
