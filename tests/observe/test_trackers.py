@@ -13,6 +13,7 @@ from muster.errors import RecipeError
 from muster.observe.trackers import Tracker, TrackerRun, Trackers
 from muster.observe.trackers import sender as sender_module
 from muster.observe.trackers import sent as sent_module
+from muster.observe.trackers import trackers as trackers_module
 from muster.observe.trackers.named import BUILT_IN, refuse_missing
 from muster.recipe.load import from_resolved, load, to_yaml
 from processes import until
@@ -240,6 +241,20 @@ def test_a_tracker_that_hangs_in_its_start_does_not_hold_up_the_end(tmp_path, mo
     made.close(limit_s=0.1)
     never.set()
     assert "did not end within 0.1 s, with 1 in its queue" in caplog.text
+
+
+def test_a_run_that_failed_waits_less_for_its_trackers(tmp_path, monkeypatch, caplog):
+    never = threading.Event()
+
+    class Hangs(Tracker):
+        def start(self, run):
+            never.wait(30)
+
+    use(monkeypatch, Hangs)
+    monkeypatch.setattr(trackers_module, "FAILED_S", 0.1)
+    Trackers(["wandb"], tmp_path, RECIPE, 0).close("failed")
+    never.set()
+    assert "it did not end within 0.1 s" in caplog.text
 
 
 def test_recipes_name_trackers_and_older_ones_say_it_in_their_way(tmp_path, monkeypatch):

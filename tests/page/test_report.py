@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import wave
 
@@ -13,6 +14,7 @@ from muster import run_directory
 from muster.cli import app
 from muster.errors import MusterError
 from muster.page import report
+from muster.page.live import LiveRuns
 from muster.recipe.schema import Logging
 from muster.run_directory import Run
 from page import synthetic
@@ -91,6 +93,19 @@ def test_a_report_that_fails_is_one_warning_and_not_a_failed_run(tmp_path, caplo
     report.write_at_end(run)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert [path.name for path in run.path.glob(".report*")] == []
+
+
+def test_a_run_that_waits_to_go_on_has_no_report_yet(tmp_path):
+    run = Run(synthetic.write(tmp_path / "speech", ranks=1, steps=5, state="queued"))
+    report.write_at_end(run)
+    assert not (run.path / report.REPORT).exists()
+
+
+def test_a_folder_whose_name_is_no_text_is_shown(tmp_path):
+    run = synthetic.write(tmp_path / os.fsdecode(b"speech-\xff"), ranks=1, steps=5)
+    report.write([run], tmp_path / "one.html")
+    assert "speech-?" in (tmp_path / "one.html").read_text()
+    LiveRuns(tmp_path).list().whole().encode()
 
 
 @pytest.fixture(scope="module")

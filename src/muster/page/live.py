@@ -52,7 +52,8 @@ class Sections:
 
 
 def to_json(document: Any) -> str:
-    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace").decode()  # a path may be no text
 
 
 def join(texts: Mapping[str, str]) -> str:

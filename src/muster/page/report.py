@@ -47,7 +47,7 @@ def write(runs: Sequence[Path], file: Path) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(render(content))
+        temporary.write_text(render(content), "utf-8", "replace")  # a path may be no text
         os.replace(temporary, file)
     except OSError as error:
         with suppress(OSError):
@@ -102,7 +102,7 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def asset(name: str) -> str:
-    return files("muster.page").joinpath("assets", name).read_text()
+    return files("muster.page").joinpath("assets", name).read_text("utf-8")
 
 
 def as_script(content: object) -> str:
