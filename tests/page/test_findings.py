@@ -54,6 +54,16 @@ def test_a_rank_that_was_slow_before_is_not_named_now(tmp_path: Path) -> None:
     assert [found["level"] for found in findings(path)] == ["good"]
 
 
+def test_twice_the_work_of_little_work_names_nobody(tmp_path: Path) -> None:
+    path = synthetic.write(tmp_path / "run", ranks=4, steps=50)
+    for rank in range(4):
+        file, work = path / "ranks" / f"{rank}.jsonl", 0.04 if rank == 1 else 0.02
+        times = {"compute_s": work, "comm_wait_s": 1.0 - work, "data_wait_s": 0.0}
+        lines = [json.loads(line) | times for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line | {"step_time_s": 1.0}) + "\n" for line in lines))
+    assert [found["rank"] for found in findings(path)] == [None]  # they wait for their gradients
+
+
 def test_a_slow_rank_shows_within_five_seconds_or_three_steps() -> None:
     def rows(step_s: float, count: int) -> Any:
         return np.tile([0.0, step_s, 0.0, 0.0, step_s, np.nan], (count, 1))

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from muster.errors import LaunchError
-from muster.page import read
+from muster.page import live, read
+from muster.page.compare import compare_runs
 from page import synthetic
 
 pytest.importorskip("uvicorn", reason="pip install 'muster-train[page]'")
@@ -242,6 +243,16 @@ def test_two_runs_compared(server: Server, run: Path) -> None:
     assert same["first_difference"] is None
 
 
+def test_what_a_run_is_called_and_where_it_is_makes_no_difference(tmp_path: Path) -> None:
+    one, other = (synthetic.write(tmp_path / name, ranks=1, steps=3) for name in ("one", "other"))
+    recipe = other / "recipe.yaml"
+    text = recipe.read_text()
+    assert "name: synthetic\n" in text
+    assert "dir: runs\n" in text
+    recipe.write_text(text.replace("name: synthetic", "name: x").replace("dir: runs", "dir: y"))
+    assert compare_runs(one, other)["recipe"] == []
+
+
 def test_runs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
     paths = [synthetic.write(tmp_path / name / "run", ranks=1, steps=3) for name in ("a", "b")]
     runs = LiveRuns(tmp_path, paths)
@@ -264,6 +275,18 @@ def test_a_run_whose_storage_fails_leaves_the_others_in_the_list(
 
     monkeypatch.setattr(read, "read_last", read_or_fail)
     assert [line["name"] for line in json.loads(LiveRuns(tmp_path).list().texts["runs"])] == ["two"]
+
+
+def test_the_steps_of_only_a_few_runs_are_kept_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MOST_KEPT", 2)
+    for name in ("one", "two", "three"):
+        synthetic.write(tmp_path / name, ranks=1, steps=3)
+    runs = LiveRuns(tmp_path)
+    first, second, _ = (runs.run(name) for name in ("one", "two", "three"))
+    assert runs.run("two") is second
+    assert runs.run("one") is not first
 
 
 def test_the_newest_run_is_read_before_someone_asks(tmp_path: Path) -> None:
