@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from muster import run_directory
 from muster.cli import app
 from muster.errors import MusterError
+from muster.launch import local
+from muster.launch.process import run_ownership
 from muster.page import report
 from muster.page.live import LiveRuns
 from muster.recipe.schema import Logging
@@ -106,6 +108,30 @@ def test_a_folder_whose_name_is_no_text_is_shown(tmp_path):
     report.write([run], tmp_path / "one.html")
     assert "speech-?" in (tmp_path / "one.html").read_text()
     LiveRuns(tmp_path).list().whole().encode()
+
+
+@pytest.mark.parametrize("supervised", [True, False])
+def test_a_run_can_have_its_next_owner_while_its_report_is_written(
+    tmp_path, monkeypatch, supervised
+):
+    run, claims = Run(synthetic.write(tmp_path / "speech", ranks=1, steps=5)), []
+    monkeypatch.setattr(run_directory, "GRACE_S", 0.2)
+    monkeypatch.setattr(report, "write_at_end", lambda run: claims.append(run.claim()))
+
+    def train(*args):
+        run.update(state="finished")
+        return 0
+
+    if supervised:
+        monkeypatch.setattr(local, "set_up", lambda name: None)
+        monkeypatch.setattr(local, "_supervise", train)
+        assert local.main([str(run.path), "1"]) == 0
+    else:
+        run.update(state="finished")
+        with run_ownership(run, run.claim(), 1):
+            train()
+    (claim,) = claims
+    claim.close()
 
 
 @pytest.fixture(scope="module")

@@ -257,10 +257,10 @@ def main(arguments: list[str]) -> int:
     with claim:
         run.own()
         code = _supervise(run, asked.ranks, node)
-        from muster.page import report
+    from muster.page import report
 
-        report.write_at_end(run)
-        return code
+    report.write_at_end(run)  # which may take longer than the next owner waits
+    return code
 
 
 def _supervise(run: Run, ranks: int, node: Node) -> int:

@@ -65,20 +65,21 @@ def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> I
     """For rank 0 without a supervisor: it writes the run's state, heartbeat, failure and report."""
     from muster.page import report
 
-    with claim:
-        run.own()
-        run.keep_alive()
-        run.update(state="running", ranks=world, failure=None, exit_code=None)
-        try:
-            yield
-        except BaseException as error:
-            record_error(run.path, 0, error)
-            time.sleep(1.0)  # the rank that failed first may still be writing its report
-            found = failure.collect(run.path, {}, world)
-            run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
-            raise
-        finally:
-            report.write_at_end(run)
+    try:
+        with claim:
+            run.own()
+            run.keep_alive()
+            run.update(state="running", ranks=world, failure=None, exit_code=None)
+            try:
+                yield
+            except BaseException as error:
+                record_error(run.path, 0, error)
+                time.sleep(1.0)  # the rank that failed first may still be writing its report
+                found = failure.collect(run.path, {}, world)
+                run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+                raise
+    finally:
+        report.write_at_end(run)  # which may take longer than the next owner waits
 
 
 def record_error(folder: Path, rank: int, error: BaseException) -> None:
