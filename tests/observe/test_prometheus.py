@@ -6,11 +6,16 @@ import socket
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from muster import run_directory
 from muster.errors import RecipeError
 from muster.observe import prometheus
+from muster.recipe.load import load
+from muster.worker.observer import make_observer
 
 pytest.importorskip("prometheus_client", reason="pip install 'muster-train[prometheus]'")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "examples" / "grafana-dashboard.json"
@@ -78,6 +83,18 @@ def test_another_node_tells_of_its_ranks_alone(folder):
     found = read(prometheus.Exporter(folder, range(2, 4), lambda: {"slowest_over_mean": 1.25}))
     assert {key[0].split("_")[1] for key in found} == {"rank", "device"}
     assert {dict(key[1:])["rank"] for key in found} == {"2"}
+
+
+def test_ranks_of_a_node_need_not_follow_each_other(tmp_path, monkeypatch):
+    """As srun --distribution=cyclic places them."""
+    made = []
+    monkeypatch.setattr(prometheus, "serve", lambda exporter, *_: made.append(exporter))
+    recipe = load("gpt-micro", ["logging.to=[]", "logging.prometheus=9000"])
+    mesh: Any = SimpleNamespace(
+        first=False, rank=1, local_rank=0, gather=lambda own: ["other", own, "other", own]
+    )
+    make_observer(recipe, mesh, run_directory.create(tmp_path, "x", {}), 0).close()
+    assert [list(exporter.ranks) for exporter in made] == [[1, 3]]
 
 
 def test_before_the_first_step_the_page_is_empty(tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class Exporter:
     """Of one node: its ranks, and with rank 0 among them the run as a whole."""
 
     def __init__(
-        self, folder: Path, ranks: range, balance: Callable[[], Mapping[str, float]]
+        self, folder: Path, ranks: Sequence[int], balance: Callable[[], Mapping[str, float]]
     ) -> None:
         self.folder, self.ranks, self._balance = folder, ranks, balance
         self.scores: dict[str, dict[str, float]] = {}  # by split, set by rank 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from muster import run_directory
 from muster.observe import prometheus
 from muster.observe.observer import Observer
@@ -19,8 +21,11 @@ def make_observer(recipe: Recipe, mesh: Mesh, run: run_directory.Run, step: int)
     observer = Observer(
         run.path, mesh.rank, every_steps=options.every_steps, start=step, trackers=trackers
     )
-    if mesh.local_rank == 0 and options.prometheus is not None:
-        here = range(mesh.rank, mesh.rank + mesh.local_world)
-        exporter = prometheus.Exporter(run.path, here, observer.balance.summary)
-        observer.exporter = prometheus.serve(exporter, options.prometheus_host, options.prometheus)
+    if options.prometheus is not None:
+        hosts = mesh.gather(os.uname().nodename)
+        if mesh.local_rank == 0:
+            here = [rank for rank, host in enumerate(hosts) if host == hosts[mesh.rank]]
+            exporter = prometheus.Exporter(run.path, here, observer.balance.summary)
+            host = options.prometheus_host
+            observer.exporter = prometheus.serve(exporter, host, options.prometheus)
     return observer

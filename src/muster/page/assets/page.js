@@ -3,6 +3,7 @@
 
 const EMBEDDED = document.getElementById("documents");
 const COMPARE_EVERY_MS = 5000;
+const ALIVE = new Set(["queued", "starting", "running"]); // states that others follow
 const main = document.getElementById("main");
 const live = document.getElementById("live");
 
@@ -171,7 +172,7 @@ const routes = {
     const draw = () => shownView.update(shownView.content);
     const follow = () => {
       const ended = () =>
-        shownView.content.every(({ a, b }) => a.state !== "running" && b.state !== "running");
+        shownView.content.every(({ a, b }) => !ALIVE.has(a.state) && !ALIVE.has(b.state));
       const timer = setInterval(async () => {
         if (ended() || EMBEDDED) return;
         try {
