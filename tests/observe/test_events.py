@@ -26,7 +26,7 @@ def test_each_restart_has_its_reason_and_where_it_went_on():
         ("resumed", 9, 9),
     ]
     assert found[0].words() == "at step 7 rank 2 was killed by SIGKILL; went on from step 6"
-    assert found[2].words() == "at step 9 it was stopped; went on from step 9"
+    assert found[2].words() == "resumed; at step 9 it was stopped; went on from step 9"
     assert count_words(found) == ["2 restarts", "1 resume"]
     assert count_words([]) == []
 

@@ -85,4 +85,4 @@ def test_the_results_table_names_the_newest_restarts_and_counts_all():
     assert "3 more times before, see events.jsonl" in text
     assert "at step 13 rank" not in text
     assert "at step 17 rank [1] was killed by SIGKILL; went on from step 16" in text
-    assert "it was stopped; went on from step 20" in text
+    assert "resumed; it was stopped; went on from step 20" in text

@@ -295,6 +295,14 @@ def test_a_tracker_whose_package_is_missing_is_refused_with_the_command(monkeypa
     )
 
 
+def test_a_class_that_its_file_does_not_name_is_refused(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("class Own: ...")
+    refuse_missing([f"{file}:Own"])
+    with pytest.raises(RecipeError, match=rf"logging.to: {file} has no class Wrong"):
+        refuse_missing([f"{file}:Wrong"])
+
+
 def test_the_tracker_of_the_manual_is_the_file_beside_it_and_works(tmp_path):
     docs = Path(__file__).parents[2] / "docs"
     example = docs / "examples" / "line_tracker.py"

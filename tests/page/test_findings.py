@@ -24,7 +24,9 @@ def change(path: Path, **changes: Any) -> None:
 def test_equal_ranks_are_said_to_be_equal(tmp_path: Path) -> None:
     (found,) = findings(synthetic.write(tmp_path / "run", ranks=4, steps=50))
     assert found["level"] == "good"
-    assert found["text"].startswith("All 4 ranks work, and equally long: the slowest takes 1.0")
+    assert found["text"].startswith(
+        "All 4 ranks work, and equally long: in the last steps the slowest takes 1.0"
+    )
 
 
 def test_the_slow_rank_is_named_with_its_host_and_by_how_much(tmp_path: Path) -> None:
@@ -52,6 +54,10 @@ def test_a_rank_that_was_slow_before_is_not_named_now(tmp_path: Path) -> None:
             for step in range(101, 131):
                 out.write(json.dumps(last | {"step": step}) + "\n")
     assert [found["level"] for found in findings(path)] == ["good"]
+    change(path / "run.json", state="finished")
+    (found,) = findings(path)
+    assert (found["level"], found["rank"]) == ("warn", 2)
+    assert found["text"].startswith("Over the whole run, rank 2 on node-0 computed 1.2 ×")
 
 
 def test_twice_the_work_of_little_work_names_nobody(tmp_path: Path) -> None:

@@ -43,9 +43,7 @@ def test_a_kill_and_what_followed_are_marks_at_their_steps(tmp_path: Path) -> No
     assert found["marks"][1]["text"] == "rank 1 was killed (SIGKILL); all ranks restarted"
     assert found["marks"][2]["text"] == "resumed at step 10 with 2 rank(s) instead of 4"
     (finding,) = [one for one in found["findings"] if one["rank"] == 1]
-    assert finding["text"] == (
-        "All ranks were restarted once; the last time rank 1 was killed (SIGKILL)."
-    )
+    assert finding["text"] == ("All ranks were restarted once, after rank 1 was killed (SIGKILL).")
 
 
 def test_a_stop_is_the_last_mark(tmp_path: Path) -> None:

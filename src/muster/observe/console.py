@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 10.0
+RECENT_STEPS = 50  # whose median says how long the rest takes
 ACTIVE = ("queued", "starting", "running")
 
 
@@ -253,7 +256,7 @@ class _Lines:
 
     def __init__(self, console: Console, ranks: RankTable | None = None) -> None:
         self.console, self.ranks, self.total, self.next = console, ranks, 0, 0.0
-        self.rehearsal = False
+        self.rehearsal, self.recent = False, deque[float](maxlen=RECENT_STEPS)
 
     def __enter__(self) -> _Lines:
         return self
@@ -271,9 +274,10 @@ class _Lines:
         """Nothing: the log has it."""
 
     def step(self, line: dict[str, Any]) -> None:
+        self.recent.append(line["step_time_s"])
         if time.monotonic() >= self.next or line["step"] == self.total:
             self.next = time.monotonic() + PLAIN_EVERY_S
-            left = (self.total - line["step"]) * line["step_time_s"]
+            left = (self.total - line["step"]) * statistics.median(self.recent)
             words = step_words(line, self.rehearsal)
             self.print(f"step {line['step']}/{self.total}  {words}  {left:.0f} s left")
             for words in self.ranks.lines() if self.ranks else ():

@@ -67,8 +67,12 @@ class Restart:
 
     def words(self) -> str:
         words = self.why.rstrip(".")
+        if words.startswith("Rank "):
+            words = f"r{words[1:]}"
         if self.step is not None:
             words = f"at step {self.step} {words}"
+        if self.kind == "resumed":
+            words = f"resumed; {words}"
         return words + (
             "; not training again yet"
             if self.from_step is None

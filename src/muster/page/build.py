@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from muster.observe.console import RECENT_STEPS
 from muster.page import told as what_it_was_told
 from muster.page.document import Document, RunPart
 from muster.page.downsample import curves
@@ -15,8 +16,6 @@ from muster.page.marks import marks, scores
 from muster.page.ranks import Compared, rows
 from muster.page.read import RunFiles
 from muster.page.summary import summary
-
-RECENT_STEPS = 50  # whose median says how long the rest takes
 
 
 def read_document(run: Path) -> Document:

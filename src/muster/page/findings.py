@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from muster.page.document import Finding, Level, Row
-from muster.page.ranks import IDLE, SLOW, Compared, Times
+from muster.page.ranks import IDLE, SLOW, Compared, Times, others_medians
 from muster.page.read import RunFiles
 
+WAS_SLOW = 1.2  # × the others over a whole run, in which noise averages out
 MUCH_SLOWER = 2.0  # × the others: the run has half the speed it could have
 DATA_SHARE = 0.1  # of a step spent waiting for data: worth a change of data.workers
 WAIT_SHARE = 0.5  # of a step spent waiting for others, where no rank is slow
@@ -27,7 +28,8 @@ def findings(files: RunFiles, rows: Sequence[Row], compared: Compared) -> list[F
         found += [*_silent(rows), *_stuck(files, rows)]
     found += [*_unused_gpus(files)]
     if not files.info.get("rehearsal"):
-        found += [*_idle(files, compared), *_slow(rows, compared), *_waiting(compared)]
+        slow = [*_slow(rows, compared)] or [*_was_slow(files, rows)]
+        found += [*_idle(files, compared), *slow, *_waiting(compared)]
     found += [*_against_plan(files)]
     if not found and len(compared.times) > 1:
         found += [_equal(compared.times)]
@@ -50,11 +52,10 @@ def _ended(files: RunFiles) -> Iterator[Finding]:
     restarts = [event for event in files.events if event["event"] == "restarting"]
     if restarts:
         last = restarts[-1]
-        times = f"{len(restarts)} times" if len(restarts) > 1 else "once"
+        times = f"{len(restarts)} times, the last time" if len(restarts) > 1 else "once,"
         yield _finding(
             "warn",
-            f"All ranks were restarted {times}; the last time rank {last['rank']} was killed "
-            f"({last['signal']}).",
+            f"All ranks were restarted {times} after rank {last['rank']} was killed ({last['signal']}).",
             last["rank"],
         )
 
@@ -134,7 +135,7 @@ def _slow(rows: Sequence[Row], compared: Compared) -> Iterator[Finding]:
     times = compared.times
     slow = [row for row in rows if compared.is_slow(row["rank"])]
     slow.sort(key=lambda row: -times[row["rank"]].work)
-    whom = "the median of the others" if len(times) > 2 else "the other"
+    whom = _others(times)
     for row in slow[:MOST_NAMED]:
         mine, others = times[row["rank"]], compared.others_work[row["rank"]]
         computes = compared.others_compute[row["rank"]]
@@ -146,6 +147,28 @@ def _slow(rows: Sequence[Row], compared: Compared) -> Iterator[Finding]:
             f"({mine.work:.3g} s a step against {others:.3g} s); all wait for it.",
             row["rank"],
         )
+
+
+def _others(ranks: Collection[int]) -> str:
+    return "the median of the others" if len(ranks) > 2 else "the other"
+
+
+def _was_slow(files: RunFiles, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Of a run that has ended: over all of its steps, if not in the last ones."""
+    if files.alive:
+        return
+    means = {row["rank"]: files.times.computing(row["rank"]) for row in rows}
+    known = {rank: mean for rank, mean in means.items() if mean is not None}
+    others = others_medians(known)
+    for row in rows:
+        mine, usual = known.get(row["rank"]), others.get(row["rank"])
+        if mine is not None and usual is not None and mine > WAS_SLOW * usual:
+            yield _finding(
+                "warn",
+                f"Over the whole run, rank {row['rank']} on {row['node']} computed {mine / (usual or mine):.1f} × as "
+                f"long as {_others(known)} ({mine:.3g} s a step against {usual:.3g} s).",
+                row["rank"],
+            )
 
 
 def _waiting(compared: Compared) -> Iterator[Finding]:
@@ -209,7 +232,7 @@ def _equal(times: dict[int, Times]) -> Finding:
     ratio = max(work) / (statistics.mean(work) or 1.0)
     return _finding(
         "good",
-        f"All {len(times)} ranks work, and equally long: the slowest takes {ratio:.2f} × the mean.",
+        f"All {len(times)} ranks work, and equally long: in the last steps the slowest takes {ratio:.2f} × the mean.",
     )
 
 

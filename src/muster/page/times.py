@@ -69,6 +69,12 @@ class RankTimes:
     def last_step(self) -> int:
         return max((int(rows[-1, 0]) for rows in self.recent.values() if len(rows)), default=0)
 
+    def computing(self, rank: int) -> float | None:
+        """Seconds per step over the whole run, waiting for others and for data left out."""
+        bins = self._bins.get(rank)
+        steps = 0 if bins is None else int(bins.counts.sum())
+        return None if bins is None or not steps else float(bins.sums[:, 0].sum()) / steps
+
     def heat(self, ranks: list[int]) -> Heat:
         last = self.last_step()
         used = -(-last // self._width)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -54,10 +55,18 @@ def _module(place: str) -> ModuleType:
 
 
 def refuse_missing(names: list[str]) -> None:
-    """Before a run starts on this machine: a tracker whose package is not installed here."""
-    for name in set(names) & set(BUILT_IN):
-        if importlib.util.find_spec(name) is None:
+    """Before a run starts on this machine: a tracker whose package is not installed here, or whose file does not
+    name its class."""
+    for name in names:
+        place, _, kind = name.rpartition(":")
+        if name in BUILT_IN and importlib.util.find_spec(name) is None:
             raise RecipeError(missing(name))
+        if place.endswith(".py") and Path(place).is_file() and kind not in _words(place):
+            raise RecipeError(f"logging.to: {place} has no class {kind}")
+
+
+def _words(file: str) -> list[str]:
+    return re.findall(r"\w+", Path(file).read_text(errors="replace"))
 
 
 def missing(name: str) -> str:
