@@ -209,6 +209,17 @@ def test_a_spoilt_file_leaves_the_rest_of_the_document(
     assert [row["rank"] for row in found["ranks"]["rows"]] == [0, 1]
 
 
+def test_a_run_that_goes_on_with_more_steps_is_shown_with_them(tmp_path: Path) -> None:
+    run = synthetic.write(tmp_path / "run", ranks=1, steps=3, of_steps=120)
+    files = RunFiles(run)
+    files.refresh()
+    assert files.steps == 120
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("steps: 120", "steps: 4000"))
+    files.refresh()
+    assert document(files)["run"]["progress"] == {"step": 3, "steps": 4000}
+
+
 def test_a_vanished_directory_is_said(tmp_path: Path) -> None:
     files = RunFiles(synthetic.write(tmp_path / "run", ranks=1, steps=5))
     files.refresh()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -85,10 +85,11 @@ def documents(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 class JsonFile:
-    """A document that is replaced as a whole, parsed again when it was. `value` is empty without it."""
+    """A document that is replaced as a whole, parsed again when it was. `value` is empty without it. `parse`
+    is for another format, and raises ValueError where the text is not of it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, parse: Callable[[bytes], Any] = from_json) -> None:
+        self.path, self.parse = path, parse
         self.value: dict[str, Any] = {}
         self.changed: float | None = None  # when another content than the first was found
         self._seen: tuple[int, int, int] | None = None
@@ -101,7 +102,7 @@ class JsonFile:
                 seen = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if seen == self._seen:
                     return False
-                value = from_json(file.read())
+                value = self.parse(file.read())
         except (OSError, ValueError):
             changed, self.value, self._seen = bool(self.value), {}, None
             return changed

@@ -31,18 +31,23 @@ class RunFacts:
     def __init__(self, path: Path) -> None:
         self.run = Run(path)
         self.events: list[dict[str, Any]] = []
-        self.recipe: dict[str, Any] = {}
         self.last: dict[str, Any] = {}  # line of metrics.jsonl
         self.state = "unknown"
         self.read_at = 0.0
         self._events = Growing(path / "events.jsonl")
         self._info = JsonFile(path / "run.json")
+        self._recipe = JsonFile(path / "recipe.yaml", _from_yaml)
         self._plan = JsonFile(path / PLAN_FILE)
         self._results = JsonFile(path / "training_results.json")
 
     @property
     def info(self) -> dict[str, Any]:
         return self._info.value
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Another one when the run goes on with other values."""
+        return self._recipe.value
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -69,11 +74,9 @@ class RunFacts:
         if not (path / "run.json").is_file():
             raise Vanished(f"{path} is no longer there, or holds no run.json")
         self.read_at = time.time()
-        for document in (self._info, self._plan, self._results):
+        for document in (self._info, self._recipe, self._plan, self._results):
             document.refresh()
         self.state = self.run.state()
-        if not self.recipe:
-            self.recipe = _read_recipe(path / "recipe.yaml")
         fresh, text = self._events.read()
         self.events = [] if fresh else self.events
         self.events += [event for event in documents(text) if "event" in event and "time" in event]
@@ -150,9 +153,8 @@ class RunFiles(RunFacts):
         self.heartbeats = {rank: file.value for rank, file in self._beats.items() if file.value}
 
 
-def _read_recipe(path: Path) -> dict[str, Any]:
+def _from_yaml(text: bytes) -> Any:
     try:
-        document = yaml.load(path.read_text(), SAFE_LOADER)
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return document if isinstance(document, dict) else {}
+        return yaml.load(text, SAFE_LOADER)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
