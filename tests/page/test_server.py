@@ -8,7 +8,9 @@ import http.client
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from muster.errors import LaunchError
 from muster.page import live, read
 from muster.page.compare import compare_runs
 from page import synthetic
+from processes import MUSTER, start
 
 pytest.importorskip("uvicorn", reason="pip install 'muster-train[page]'")
 pytest.importorskip("starlette", reason="pip install 'muster-train[page]'")
@@ -48,8 +51,8 @@ class Server:
         assert answer.status == 200, answer.read()
         return json.loads(answer.read())
 
-    def events(self, path: str) -> Iterator[tuple[str, Any]]:
-        answer, kind = self.get(path), ""
+    def events(self, path: str, token: str = TOKEN) -> Iterator[tuple[str, Any]]:
+        answer, kind = self.get(path, token=token), ""
         assert answer.headers["content-type"].startswith("text/event-stream")
         for line in answer:
             if line.startswith(b"event: "):
@@ -203,6 +206,21 @@ def test_the_stream_sends_only_what_changed_and_says_when_the_run_is_gone(server
     shutil.rmtree(path)
     assert next(events)[0] == "gone"
     assert next(events, None) is None
+
+
+def test_ctrl_c_ends_the_page_and_its_open_streams_without_an_error(tmp_path: Path) -> None:
+    synthetic.write(tmp_path / "run", ranks=1, steps=3)
+    serving = start([*MUSTER, "page", "--dir", tmp_path], tmp_path, errors=subprocess.PIPE)
+    try:
+        assert serving.stdout is not None
+        _, _, host, token, _ = serving.stdout.readline().strip().split("/")
+        events = Server(tmp_path, int(host.split(":")[1])).events("/api/stream", token)
+        assert next(events)[0] == "update"
+        serving.send_signal(signal.SIGINT)
+        assert all(kind == "update" for kind, _ in events)
+        assert serving.communicate(timeout=30)[1] == ""
+    finally:
+        serving.kill()
 
 
 def test_the_list_follows_new_runs(server: Server, run: Path) -> None:

@@ -15,6 +15,7 @@ token must be right, and the Host header must be a loopback name: a foreign page
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import threading
@@ -58,7 +59,7 @@ HEADERS = {
 }
 
 
-def make_app(runs: LiveRuns, token: str) -> ASGIApp:
+def make_app(runs: LiveRuns, token: str) -> Guard:
     routes = [
         Route("/", _page),
         Mount("/assets", StaticFiles(directory=ASSETS)),
@@ -69,17 +70,17 @@ def make_app(runs: LiveRuns, token: str) -> ASGIApp:
         Route("/api/stream", _stream),
     ]
     app = Starlette(routes=routes, exception_handlers={MusterError: _not_found})
-    app.state.runs = runs
+    app.state.runs, app.state.ending = runs, asyncio.Event()
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=4)
-    return Guard(app, token)
+    return Guard(app, token, app.state.ending)
 
 
 class Guard:
     """Refuses what does not name a loopback host or lacks the token, and adds headers that keep a browser from
     sending anything elsewhere. Routes take GET and HEAD alone."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self.app, self.token = app, token.encode()
+    def __init__(self, app: ASGIApp, token: str, ending: asyncio.Event) -> None:
+        self.app, self.token, self.ending = app, token.encode(), ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -146,16 +147,18 @@ async def _stream(request: Request) -> Response:
     runs, name = _runs(request), request.query_params.get("run")
     seen = request.query_params.get("seen", "0")
     read = runs.list if name is None else (await run_sync(runs.run, name)).refresh
-    events = _events(read, int(seen) if seen.isdecimal() else 0)
+    events = _events(read, int(seen) if seen.isdecimal() else 0, request.app.state.ending)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-async def _events(read: Callable[[], Sections], seen: int) -> AsyncIterator[str]:
-    """Until the reader is gone, which cancels this."""
+async def _events(
+    read: Callable[[], Sections], seen: int, ending: asyncio.Event
+) -> AsyncIterator[str]:
+    """Until the server ends, or the reader is gone, which cancels this."""
     sent: dict[str, int] = {}
     due: dict[str, float] = {}
     spoke = float("-inf")
-    while True:
+    while not ending.is_set():
         try:
             sections = await run_sync(read)
         except Vanished as error:
@@ -175,7 +178,8 @@ async def _events(read: Callable[[], Sections], seen: int) -> AsyncIterator[str]
             yield ": nothing new\n\n"
         if changed or now - spoke >= KEEP_ALIVE_S:
             spoke = now
-        await anyio.sleep(EVERY_S)
+        with anyio.move_on_after(EVERY_S):
+            await ending.wait()
 
 
 def _runs(request: Request) -> LiveRuns:
@@ -222,13 +226,24 @@ def serve(
     make_server(make_app(runs, token)).run(sockets=[listening])
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,  # streams have no end of their own
-        )
+class Server(uvicorn.Server):
+    """Ends the streams, then waits for what is being answered."""
+
+    def __init__(self, config: uvicorn.Config, ending: asyncio.Event) -> None:
+        super().__init__(config)
+        self.ending = ending
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.ending.set()
+        await super().shutdown(sockets)
+
+
+def make_server(app: Guard) -> Server:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,  # the first reading of a long run takes seconds
     )
+    return Server(config, app.ending)
