@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from muster.cli import app
 from muster.errors import MusterError
+from muster.page.live import LiveRuns
 from page import synthetic
 
 
@@ -77,6 +78,26 @@ def test_the_page_prints_its_address_and_the_way_there(
     assert address.endswith("/#/run/one")
     assert len(address.split("/")[3]) >= 32
     assert f"ssh -L {port}:127.0.0.1:{port} " in way
+
+
+def test_before_the_first_run_the_page_is_an_empty_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = pytest.importorskip("muster.page.server")
+    served: list[Path] = []
+    monkeypatch.setattr(server, "serve", lambda root, *rest: served.append(root))
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["page"]).exit_code == 0
+    runs = LiveRuns(served[0])
+    assert runs.paths() == {}
+    synthetic.write(tmp_path / "runs" / "first", ranks=1, steps=3)
+    assert list(runs.paths()) == ["first"]
+
+
+def test_a_named_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    error = CliRunner().invoke(app, ["page", "--dir", str(tmp_path / "nothing")]).exception
+    assert isinstance(error, MusterError)
+    assert str(error) == f"--dir: there is no folder {tmp_path / 'nothing'}"
 
 
 def test_a_run_that_is_not_there_is_an_error_before_anything_is_served(runs: Path) -> None:

@@ -29,6 +29,7 @@ PagePortOption = Annotated[
 
 
 def page(
+    context: typer.Context,
     runs: Annotated[
         list[str] | None,
         typer.Argument(metavar="[RUN…]", help="Only these runs.", show_default=False),
@@ -39,6 +40,9 @@ def page(
 ) -> None:
     """A live page of all runs: curves, every rank, mistakes, what differs. On this machine's loopback address,
     until Ctrl-C."""
+    source = context.get_parameter_source("dir")
+    if not runs and not dir.is_dir() and source and source.name != "DEFAULT":
+        raise MusterError(f"--dir: there is no folder {dir}")
     serve_page(runs, dir, port, open_browser=open)
 
 
@@ -54,8 +58,6 @@ def serve_page(
     from muster.page.server import serve
 
     given = [run_directory.find(run, dir) for run in runs] if runs else None
-    if given is None and not dir.is_dir():
-        raise MusterError(f"--dir: there is no folder {dir}")
     first = given[0].name if given is not None and len(given) == 1 else None
 
     def ready(address: str, port: int) -> None:
