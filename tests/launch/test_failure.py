@@ -81,10 +81,20 @@ def test_of_several_nodes_a_silent_one_comes_first_then_a_kill_then_the_earliest
     assert failure.first([killed, silent]) is silent
 
 
-def shown(found: failure.Failure) -> str:
+def shown(found: failure.Failure, folder: str = "runs/x") -> str:
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(failure_panel(found, "runs/x"))
+    console.print(failure_panel(found, folder))
     return console.export_text()
+
+
+def test_the_panel_says_how_to_go_on_where_something_was_saved(tmp_path):
+    for step in (10, 20, 30):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step-{step}" / "manifest.json").touch()
+    found = failure.collect(tmp_path, {1: -9}, 2)
+    assert f"to go on from step 20: muster train {tmp_path}" in shown(found, str(tmp_path))
+    assert "to go on" not in shown(found)
 
 
 def test_the_panel_says_what_why_what_to_do_and_where(tmp_path):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from muster import run_directory
 from muster.errors import MusterError
+from muster.observe.evaluations import best
 from muster.observe.events import EVENTS_FILE, Restart, restarts_in
 from muster.observe.results import read_lines
-from muster.page.summary import best
 
 if TYPE_CHECKING:
     import pandas

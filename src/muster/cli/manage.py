@@ -121,10 +121,10 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
     if not found:
         console.print(f"no runs in {dir}; start one: {program()} train")
         return
-    whole = [
-        Column(what, no_wrap=True) for what in ("run", "state", "age", "ranks", "step", "loss")
-    ]
-    table = Table(*whole, Column("best", overflow="fold"))
+    whole = [Column(what, no_wrap=True) for what in ("state", "age", "ranks", "step", "loss")]
+    table = Table(
+        Column("run", overflow="fold"), *whole, Column("best", overflow="fold", min_width=8)
+    )
     for run in found:
         info, last = run.info, run.last
         loss = last.get("loss")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.panel import Panel
 from rich.text import Text
+
+from muster.observe.results import complete_steps
 
 
 def failure_panel(failure: dict[str, Any], folder: str) -> Panel:
@@ -18,6 +21,9 @@ def failure_panel(failure: dict[str, Any], folder: str) -> Panel:
     words.append("\nlog: ", style="bold").append(_log(failure, folder))
     if failure["hang"]:
         words.append(f"\nstacks of every rank: {folder}/ranks/*.stacks.txt")
+    if steps := complete_steps(Path(folder)):
+        words.append(f"\nto go on from step {max(steps)}: ", style="bold")
+        words.append(f"muster train {folder}")
     return Panel(words, title="the run failed", border_style="red")
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from muster.observe.evaluations import evaluations
 from muster.observe.scores import named_scores
 from muster.page.document import Comparison, FirstDifference, Ratio
 from muster.page.downsample import curves
 from muster.page.read import RunFiles
-from muster.page.summary import SPEEDS, evaluations, summary
+from muster.page.summary import SPEEDS, summary
 from muster.page.told import SOFTWARE, data_splits, recipe_keys, variables
 
 NOT_COMPARED = ("name", "description", "logging.dir")  # what a run is called, and where it is

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
+from muster.observe.evaluations import Best
+
 Level = Literal["bad", "warn", "good"]
 RankState = Literal["ok", "slow", "idle", "silent", "failed", "ended"]
 Numbers = list[float | None]
@@ -15,14 +17,6 @@ Numbers = list[float | None]
 class Progress(TypedDict):
     step: int
     steps: int | None  # None before the first step
-
-
-class Best(TypedDict):
-    name: str  # of the score
-    value: float
-    step: int
-    split: str
-    better: Literal["min", "max"]
 
 
 class Throughput(TypedDict):

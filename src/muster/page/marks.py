@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from muster.observe.evaluations import best, evaluations
 from muster.page.document import Mark, Score
 from muster.page.read import RunFiles
-from muster.page.summary import best, evaluations
 
 MOST_CHECKPOINTS = 200  # marks; of more, some are left out
 MOST_SCORES = 400

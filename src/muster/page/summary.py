@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from muster.observe.scores import MAIN, main_score
-from muster.page.document import Best, Summary, Throughput
+from muster.observe.evaluations import best
+from muster.page.document import Summary, Throughput
 from muster.page.read import RunFacts
 
 SPEEDS = {  # the first that a run has is its own; the unit
@@ -60,40 +59,3 @@ def _throughput(facts: RunFacts) -> Throughput | None:
     measured = facts.results.get("throughput") or facts.last
     name = next((name for name in SPEEDS if measured.get(name)), None)
     return None if name is None else {"value": float(measured[name]), "unit": SPEEDS[name]}
-
-
-def evaluations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In order of steps. Those after the checkpoint at which a run was resumed are made again, and left out."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    for event in events:
-        if event["event"] == "started":
-            found = {key: one for key, one in found.items() if key[0] <= event["step"]}
-        elif event["event"] == "evaluation":
-            found[event["step"], event["split"]] = event
-    return sorted(found.values(), key=lambda event: (event["step"], event["time"]))
-
-
-def best(events: list[dict[str, Any]]) -> Best | None:
-    """The best evaluation by `evaluation.metric`, else by the task's own score: on validation data, or where
-    there is none, on what the run was scored on at its end."""
-    scored = evaluations(events)
-    found = [event for event in scored if event["split"] == "validation"] or scored
-    if not found:
-        return None
-    name = found[-1].get("metric") or main_score(found[-1]["scores"])
-    values = [
-        (float(score), event)
-        for event in found
-        if (score := event["scores"].get(name)) is not None and math.isfinite(score)
-    ]
-    if name is None or not values:
-        return None
-    more = MAIN.get(name, False) if "better" not in found[-1] else found[-1]["better"] == "max"
-    value, event = (max if more else min)(values, key=lambda pair: pair[0])
-    return {
-        "name": name,
-        "value": value,
-        "step": event["step"],
-        "split": event["split"],
-        "better": "max" if more else "min",
-    }
