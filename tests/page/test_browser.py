@@ -205,6 +205,31 @@ def test_nothing_is_wider_than_a_phone(browser, site, view):
         browser.size(1280, 900)
 
 
+def test_a_phone_scrolls_wide_tables_shows_that_and_breaks_no_key_in_a_word(browser, site):
+    browser.size(390, 844)
+    try:
+        browser.open(site.at("#/run/first"))
+        wait(browser, "#ranks table")
+        wait(browser, ".recipe .key-name")
+        inside, outside, overflow, shadows = browser.run(
+            "const box = document.querySelector('#ranks .scroll'), style = getComputedStyle(box);"
+            "return [box.scrollWidth, box.clientWidth, style.overflowX, style.backgroundAttachment]"
+        )
+        assert inside > outside
+        assert overflow == "auto"
+        assert shadows == "local, local, scroll, scroll"
+        words = browser.run(
+            "return [...document.querySelectorAll('.key-name')].flatMap((key) => "
+            "[...key.childNodes].filter((node) => node.nodeType === 3).map((node) => {"
+            "const range = document.createRange(); range.selectNode(node);"
+            "return [node.data, new Set([...range.getClientRects()].map((r) => r.top)).size]}))"
+        )
+        assert len(words) > 50
+        assert [word for word, lines in words if lines > 1] == []
+    finally:
+        browser.size(1280, 900)
+
+
 def test_light_and_dark_follow_the_system_and_the_switch(browser, site):
     colour = "return getComputedStyle(document.documentElement).backgroundColor"
     browser.open(site.at())

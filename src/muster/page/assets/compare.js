@@ -97,7 +97,7 @@ class CompareView {
         part,
         ["", ...columns],
         rows.map(([name, { values, ratios }]) => [
-          numeric ? scoreName(name) : h("code", {}, name),
+          numeric ? scoreName(name) : keyed(name),
           ...values.flatMap((v, i) =>
             numeric && i
               ? [value(name, v), known(ratios[i - 1]) ? `${number(ratios[i - 1], 3)} ×` : NONE]

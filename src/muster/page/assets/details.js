@@ -190,7 +190,7 @@ class Told {
             table(
               "What auto came to",
               ["Key", "Value", "Why"],
-              told.choices.map((row) => [h("code", {}, row.key), shown(row.value), row.reason || ""]),
+              told.choices.map((row) => [keyed(row.key), shown(row.value), row.reason || ""]),
             ),
           ]
         : null,
@@ -201,7 +201,7 @@ class Told {
               "Environment variables",
               ["Name", "Value", "Set by", "Why"],
               told.environment.map((row) => [
-                h("code", {}, row.name),
+                keyed(row.name),
                 h("code", {}, shown(row.value)),
                 row.by || NONE,
                 row.reason || "",
@@ -246,7 +246,7 @@ class Told {
           h(
             "tr",
             { class: row.default ? "default" : null },
-            h("td", {}, h("code", {}, row.key)),
+            h("td", {}, keyed(row.key)),
             h("td", {}, h("code", {}, shown(row.value))),
             h("td", { class: "faint" }, row.default ? "default" : ""),
           ),

@@ -142,6 +142,14 @@ function stateMark(state) {
   );
 }
 
+/** A key, which a narrow page breaks after a dot or an underscore. */
+const keyed = (name) =>
+  h(
+    "code",
+    { class: "key-name" },
+    name.split(/(?<=[._])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part])),
+  );
+
 /** A section with its heading in the margin; empty ones hide. */
 function section(id, title, ...children) {
   const body = h("div", { class: "body" }, ...children);
