@@ -218,6 +218,7 @@ def test_a_phone_scrolls_wide_tables_shows_that_and_breaks_no_key_in_a_word(brow
         assert inside > outside
         assert overflow == "auto"
         assert shadows == "local, local, scroll, scroll"
+        browser.size(240, 844)
         words = browser.run(
             "return [...document.querySelectorAll('.key-name')].flatMap((key) => "
             "[...key.childNodes].filter((node) => node.nodeType === 3).map((node) => {"
