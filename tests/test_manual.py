@@ -13,6 +13,7 @@ import pytest
 import muster
 import processes
 
+pytestmark = pytest.mark.full  # CI builds it as well
 ROOT = Path(__file__).resolve().parents[1]
 for needed in ("sphinx", "myst_parser", "furo"):
     pytest.importorskip(needed, reason="the manual is built with the extra `docs`")

@@ -6,6 +6,7 @@ import json
 import socket
 
 import psutil
+import pytest
 
 import tiny
 from muster import run_directory
@@ -45,6 +46,7 @@ SHORT_END = """
 """
 
 
+@pytest.mark.full
 def test_trackers_that_hang_and_fail_change_nothing_and_a_killed_run_repeats_no_step(
     recipe, tmp_path, undisturbed
 ):

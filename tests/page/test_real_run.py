@@ -70,7 +70,7 @@ def test_a_rank_that_becomes_slow_is_named_within_ten_seconds(folder: Path) -> N
     (finding,) = named_bad(found)
     assert finding["text"].startswith("Rank 1 on ")
     assert "all wait for it" in finding["text"]
-    assert [row["state"] for row in found["ranks"]["rows"]] == ["ok", "slow"]
+    assert found["ranks"]["rows"][1]["state"] == "slow"
 
 
 @pytest.mark.serial

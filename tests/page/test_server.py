@@ -208,6 +208,7 @@ def test_the_stream_sends_only_what_changed_and_says_when_the_run_is_gone(server
     assert next(events, None) is None
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_page_and_its_open_streams_without_an_error(tmp_path: Path) -> None:
     synthetic.write(tmp_path / "run", ranks=1, steps=3)
     serving = start([*MUSTER, "page", "--dir", tmp_path], tmp_path, errors=subprocess.PIPE)
@@ -232,6 +233,7 @@ def test_the_list_follows_new_runs(server: Server, run: Path) -> None:
     assert "late" in [line["name"] for line in update["sections"]["runs"]]
 
 
+@pytest.mark.full
 def test_a_large_part_is_sent_less_often_than_a_small_one(server: Server) -> None:
     path = synthetic.write(server.root / "many", ranks=64, steps=600)
     size = len(json.dumps(server.json("/api/runs/many")["heat"]))

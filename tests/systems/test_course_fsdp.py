@@ -71,6 +71,7 @@ def test_the_transformer_in_bfloat16_stays_near():
     assert "claim holds on 2 rank(s)" in torchrun("02-fsdp/fsdp_transformer.py", "--precision=bf16")
 
 
+@pytest.mark.guides
 def test_checkpoints_come_back_whole_on_half_the_ranks(tmp_path):
     theirs = tmp_path / "full.pt"
     theirs.write_text("not ours")

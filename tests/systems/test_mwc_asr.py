@@ -74,6 +74,7 @@ def by_torchrun(system):
     return newest(system), done
 
 
+@pytest.mark.guides
 def test_torchrun_trains_on_the_first_file_and_each_rank_says_who_it_is(by_torchrun, system):
     run, done = by_torchrun
     assert "finished: 3 steps" in done.stdout
