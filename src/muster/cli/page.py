@@ -110,7 +110,7 @@ def compare(
 
         report.write(paths, output)
         if not json:
-            console.print(f"the page: {output}", soft_wrap=True, markup=False)
+            console.print(f"the page: {output}", soft_wrap=True)
 
 
 def _print(found: Comparison) -> None:

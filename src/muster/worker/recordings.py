@@ -31,9 +31,7 @@ def keep_recordings(
             samples = source.peek(example.id)
             into.mkdir(exist_ok=True)
             soundfile.write(into / f"{example.id}.flac", samples, rate)
-        except (
-            Exception
-        ) as error:  # of data that is gone, arrow and the bucket have errors of their own
+        except Exception as error:  # arrow and buckets have errors of their own
             log.warning("the recording of a mistake is not kept: %s", error)
             break
         kept[str(example.id)] = round(len(samples) / rate, 2)
