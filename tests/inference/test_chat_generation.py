@@ -21,7 +21,7 @@ from muster.inference.export import export_checkpoint
 from muster.inference.generate import answer
 from muster.inference.load import Trained, load_trained
 from muster.models.huggingface.generation import Generation
-from muster.training.checkpoint import Saved
+from muster.training.manifest import Saved
 
 ASKED = [{"role": "user", "content": "hello"}]
 

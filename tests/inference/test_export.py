@@ -32,7 +32,7 @@ from muster.inference.generate import generate
 from muster.inference.load import load_trained
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.training.checkpoint import FORMAT, digest
+from muster.training.manifest import FORMAT, digest
 
 TOKENS = torch.randint(0, 61, (2, 20), generator=torch.Generator().manual_seed(1))
 LORA = ["+model.lora={rank: 2, alpha: 6.0, targets: [q, v, up]}"]

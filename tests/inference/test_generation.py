@@ -20,7 +20,7 @@ from muster.inference.score import score
 from muster.observe.results import MANIFEST
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.training.checkpoint import FORMAT, Saved, digest
+from muster.training.manifest import FORMAT, Saved, digest
 
 
 def trained(preset: str = "gpt2-micro", *overrides: str) -> Trained:

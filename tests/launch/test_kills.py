@@ -48,7 +48,7 @@ if "muster.worker" in sys.orig_argv:
     elif PHASE == "first step":
         hold_before(torch.optim.AdamW, "step")
     elif PHASE == "first save":
-        hold_before(checkpoint, "_file_entry")
+        hold_before(checkpoint, "file_entry")
     elif PHASE == "manifest":
         hold_before(os, "replace", lambda old, new: str(new).endswith("manifest.json"))
     elif PHASE == "prune":

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 from muster.errors import CheckpointError
 from muster.observe.results import complete_steps, read_lines, step_folders
-from muster.training.checkpoint import Checkpoints, open_checkpoint, read_manifest, verify
+from muster.training.checkpoint import Checkpoints
 from muster.training.loop import train
+from muster.training.manifest import open_checkpoint, read_manifest, verify
 from pool import RankError
 from training import make_job, run_training, weights
 

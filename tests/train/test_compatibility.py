@@ -16,8 +16,8 @@ from muster.errors import CheckpointError
 from muster.recipe.describe import keys
 from muster.recipe.load import from_resolved, load
 from muster.run_directory import Run
-from muster.training.checkpoint import FORMAT
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
+from muster.training.manifest import FORMAT
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
 

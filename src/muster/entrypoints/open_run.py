@@ -121,7 +121,7 @@ def _as_begun(recipe: Recipe, run: Run | None, console: Console | None) -> Recip
         return recipe
     if as_recorded(recipe) is recipe:
         return recipe
-    from muster.training.checkpoint import open_checkpoint
+    from muster.training.manifest import open_checkpoint
 
     try:
         saved = open_checkpoint(folder, parts=0)
@@ -262,8 +262,8 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
     """A run resumes only with the same maths; checked before its recipe is replaced. One that was killed
     during its first save has no checkpoint, and starts from step 0."""
     from muster.observe.results import complete_steps
-    from muster.training.checkpoint import open_checkpoint
     from muster.training.compatibility import refuse_other_recipe
+    from muster.training.manifest import open_checkpoint
 
     if complete_steps(run.path):
         refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())

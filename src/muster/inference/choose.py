@@ -11,7 +11,7 @@ from typing import Any
 from muster.errors import CheckpointError
 from muster.observe.results import MANIFEST, best_step, selection_of, step_folders, step_of
 from muster.observe.scores import score_words
-from muster.training.checkpoint import Saved, open_checkpoint, read_manifest
+from muster.training.manifest import Saved, open_checkpoint, read_manifest
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from muster.tasks.causal_lm import CausalLM
 from muster.tasks.chat import ChatLM
 from muster.tasks.speech_encoder import SpeechEncoder
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.training.checkpoint import Saved
+from muster.training.manifest import Saved
 
 Exported = CausalLM | SpeechSeq2Seq | SpeechEncoder
 

@@ -27,7 +27,8 @@ from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.tasks.speech_ctc import SpeechCTC
 from muster.tasks.speech_seq2seq import SpeechSeq2Seq
-from muster.training.checkpoint import Saved, load_model
+from muster.training.checkpoint import load_model
+from muster.training.manifest import Saved
 from muster.workloads import WORKLOADS
 
 

@@ -8,7 +8,6 @@ with a file that does not match it, is skipped. Nothing is ever written into a f
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -16,7 +15,6 @@ import shutil
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,89 +31,14 @@ from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
 from muster.training.checkpoint_reader import METADATA, CheckpointReader
+from muster.training.manifest import FORMAT, Saved, file_entry, read_manifest, verify
 
 if TYPE_CHECKING:
     from muster.training.mirror import Mirror
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
 POLL_S = 1.0  # how often a waiting rank checks the progress of a save
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint."""
-
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        return int(self.manifest["trainer"]["step"])
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, with every file present at its size. `verify` checks the checksums."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
-        ) from None
-    except ValueError:
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {FORMAT}"
-        )
-    for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry["bytes"]:
-            has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
-            raise CheckpointError(f"{folder}: {name} {has}")
-    return dict(manifest)
-
-
-def verify(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
-    """Check the checksums of every `parts`-th file, so that ranks share the reading."""
-    for name in sorted(manifest["files"])[part::parts]:
-        if digest(folder / name) != manifest["files"][name]["sha256"]:
-            raise CheckpointError(f"{folder}: {name} does not match its checksum")
-
-
-def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
-    """The checkpoint at a path: a `step-<n>` folder, or a run's newest. Checks the checksums of every
-    `parts`-th file; of none if `parts` is 0."""
-    if (path / "checkpoints").is_dir():
-        path = path / "checkpoints"
-    folders = step_folders(path) or [path]
-    if folders == [path] and (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} is a model's folder in transformers' form, not a run or a checkpoint of one; name the run, or "
-            f"load it in transformers (from_pretrained). To train on from it: model.pretrained={path}"
-        )
-    if folders == [path] and not any(path.glob("*.distcp")):
-        raise CheckpointError(
-            f"no complete checkpoint in {path}: none was ever saved there (a run with "
-            "checkpoint.final=false may end without one)"
-        )
-    problems = []
-    for folder in folders:
-        try:
-            manifest = read_manifest(folder)
-            if parts:
-                verify(folder, manifest, part, parts)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        return Saved(folder, manifest)
-    raise CheckpointError(f"no complete checkpoint in {path}: {'; '.join(problems)}")
 
 
 def load_model(saved: Saved, model: torch.nn.Module) -> None:
@@ -277,7 +200,7 @@ class Checkpoints:
             if self.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.mesh.device)
             dcp.save(staged, checkpoint_id=folder, process_group=self.mesh.background)
-            own = {p.name: _file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
+            own = {p.name: file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
             gathered: list[Any] = [own] * self.mesh.world
             if self.mesh.world > 1:
                 dist.all_gather_object(gathered, own, group=self.mesh.background)
@@ -297,8 +220,8 @@ class Checkpoints:
     def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
             (folder / name).write_text(json.dumps(document))
-            files[name] = _file_entry(folder / name)
-        files[METADATA] = _file_entry(folder / METADATA)
+            files[name] = file_entry(folder / name)
+        files[METADATA] = file_entry(folder / METADATA)
         manifest = {
             "format": FORMAT,
             "trainer": trainer,
@@ -374,7 +297,3 @@ def _size(root: Path) -> int:
         with suppress(OSError):
             total += path.stat().st_size
     return total
-
-
-def _file_entry(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": digest(path)}

@@ -13,7 +13,7 @@ from muster.recipe.own_task import parse
 from muster.recipe.recorded import as_recorded
 from muster.recipe.schema import Recipe
 from muster.recipe.training import Training
-from muster.training.checkpoint import Saved
+from muster.training.manifest import Saved
 
 
 def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:

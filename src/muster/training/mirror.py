@@ -219,7 +219,7 @@ def _fetched(bucket: Bucket, folder: str, target: Path) -> Path | None:
 
 
 def _fetch(bucket: Bucket, files: list[RemoteFile], target: Path) -> Path:
-    from muster.training.checkpoint import read_manifest, verify  # imports torch
+    from muster.training.manifest import read_manifest, verify
 
     whole = target.with_name(f".{target.name}.partial")
     whole.mkdir(parents=True, exist_ok=True)

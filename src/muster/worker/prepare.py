@@ -38,9 +38,10 @@ from muster.recipe.schema import Recipe
 from muster.tasks import build_task
 from muster.tasks.base import Task
 from muster.training import memory
-from muster.training.checkpoint import Checkpoints, Saved, open_checkpoint
+from muster.training.checkpoint import Checkpoints
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
 from muster.training.job import Job
+from muster.training.manifest import Saved, open_checkpoint
 from muster.training.mirror import Mirror
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision

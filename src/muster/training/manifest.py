@@ -1,0 +1,93 @@
+"""The manifest of a checkpoint: the size and SHA-256 of each of its files. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from muster.errors import CheckpointError
+from muster.observe.results import MANIFEST, step_folders
+
+FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["trainer"]["step"])
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, with every file present at its size. `verify` checks the checksums."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
+        ) from None
+    except ValueError:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {FORMAT}"
+        )
+    for name, entry in manifest["files"].items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != entry["bytes"]:
+            has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
+            raise CheckpointError(f"{folder}: {name} {has}")
+    return dict(manifest)
+
+
+def verify(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
+    """Check the checksums of every `parts`-th file, so that ranks share the reading."""
+    for name in sorted(manifest["files"])[part::parts]:
+        if digest(folder / name) != manifest["files"][name]["sha256"]:
+            raise CheckpointError(f"{folder}: {name} does not match its checksum")
+
+
+def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
+    """The checkpoint at a path: a `step-<n>` folder, or a run's newest. Checks the checksums of every
+    `parts`-th file; of none if `parts` is 0."""
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
+    folders = step_folders(path) or [path]
+    if folders == [path] and (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a model's folder in transformers' form, not a run or a checkpoint of one; name the run, or "
+            f"load it in transformers (from_pretrained). To train on from it: model.pretrained={path}"
+        )
+    if folders == [path] and not any(path.glob("*.distcp")):
+        raise CheckpointError(
+            f"no complete checkpoint in {path}: none was ever saved there (a run with "
+            "checkpoint.final=false may end without one)"
+        )
+    problems = []
+    for folder in folders:
+        try:
+            manifest = read_manifest(folder)
+            if parts:
+                verify(folder, manifest, part, parts)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        return Saved(folder, manifest)
+    raise CheckpointError(f"no complete checkpoint in {path}: {'; '.join(problems)}")
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": digest(path)}
