@@ -22,6 +22,10 @@ class CheckpointError(MusterError):
     """A checkpoint is incomplete, damaged, or belongs to another recipe; or could not be written."""
 
 
+class UnreadableError(MusterError, ValueError):
+    """A file from elsewhere is damaged, too large, or not of its kind."""
+
+
 class LaunchError(MusterError):
     """Ranks could not be started, the rendezvous failed, or a rank failed."""
 

@@ -8,7 +8,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from muster.observe.terminal import Terminal, printable, write_text
+from muster.observe.terminal import Terminal, write_text
+from muster.reading.text import printable
 
 FOREIGN = "a\x1b]0;title\x07b\x1b[2J\x1b[31mc\x9b1md\x00\x08\x7fe\r\n\tf[/red] [bold]:smile:"
 

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 
 from muster.observe.events import EVENTS_FILE
 from muster.observe.scores import score_words
-from muster.observe.terminal import printable
+from muster.reading.text import printable
 
 if TYPE_CHECKING:
     from muster.observe.ranks import RankTable

@@ -1,12 +1,7 @@
-"""Text from elsewhere on a terminal: generated text, transcripts, log lines, file names, errors.
-
-An untrained model writes any bytes, and a log may hold any. A terminal obeys control characters: they
-move the cursor, change colours, or rename the window. Rich reads `[words in brackets]` as markup.
-"""
+"""A console for text from elsewhere, in which rich would read `[words in brackets]` as markup."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -14,22 +9,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]"  # colours, moves
-    r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # titles, links
-    r"|\x1b[ -/]*[0-Z\\^-~]"
-)
-CONTROLS = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])
-KEPT = CONTROLS.copy()
-for character in "\n\t":
-    del KEPT[ord(character)]
-
-
-def printable(text: str) -> str:
-    """Without control characters, other than line ends and tabs."""
-    if text.isprintable():
-        return text
-    return SEQUENCES.sub("", text).translate(KEPT)
+from muster.reading.text import KEPT, printable
 
 
 def write_text(text: str, end: str = "\n") -> None:

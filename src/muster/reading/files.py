@@ -1,0 +1,51 @@
+"""Bytes and text of files that anybody may have written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from muster.errors import UnreadableError
+from muster.reading.text import printable
+
+Refuse = Callable[[str], NoReturn]  # with what is wrong; raises
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes; a pipe or a device would never end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as file:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise UnreadableError(f"{printable(str(path))}: is not a file but a pipe or a device")
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise UnreadableError(
+            f"{printable(str(path))}: is larger than {_size(most)}, the most that muster reads of such a file"
+        )
+    return text
+
+
+def read_text(path: Path, most: int) -> str:
+    return decode(read_bytes(path, most), path)
+
+
+def decode(text: bytes, where: object) -> str:
+    """UTF-8, with or without the byte order mark that some editors put first."""
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = text.count(b"\n", 0, error.start) + 1
+        raise UnreadableError(
+            f"{printable(str(where))}, line {line}: is not UTF-8 (byte 0x{text[error.start]:02x}); save it as UTF-8"
+        ) from None
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**20:g} MiB" if number >= 2**20 else f"{number / 2**10:g} KiB"
