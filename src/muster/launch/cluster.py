@@ -37,12 +37,21 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of the job; this process starts its ranks."""
+    """One machine of the job; this process starts its ranks.
+
+    With `least`, of an elastic run: that many of at most `nodes` machines are enough, and but for 0 `rank`
+    only says that this is not node 0, which gives out the ranks."""
 
     rank: int = 0
     nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 0
+    least: int | None = None
+
+    @property
+    def label(self) -> str:
+        """In the names of its files."""
+        return os.uname().nodename if self.least and self.rank else str(self.rank)
 
 
 class Launcher(Protocol):

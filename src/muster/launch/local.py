@@ -95,7 +95,7 @@ class Supervisor:
                 self.run.update(
                     state="running",
                     ranks=self.ranks * self.node.nodes,
-                    nodes=self.nodes.hosts,
+                    nodes=list(self.nodes.hosts.values()),
                     restarts=self.restarts,
                 )
             decision = self.nodes.decide(self._attempt(), self._decide)

@@ -41,6 +41,14 @@ class PeerFailedError(Exception):
     """Another node failed, so this node's ranks were ended too."""
 
 
+class RunEndedError(Exception):
+    """The run ended while this node waited to take part: `why` is a sentence, or the exit code."""
+
+    def __init__(self, why: str | int) -> None:
+        super().__init__(why)
+        self.why = why
+
+
 class Nodes:
     def __init__(self, node: Node, timeout_s: float, stall_limit_s: float) -> None:
         """`timeout_s` limits the rendezvous; a node without heartbeat for `stall_limit_s` ends the run."""
@@ -48,14 +56,21 @@ class Nodes:
         self.store = rendezvous.for_node(node, timeout_s)
         self.port = int(self.store.port)
         self.attempt = 0
+        self.id = node.rank  # by which the store's keys name this node
+        self.members = list(range(node.nodes))  # ids, in the order of their node ranks
+        self.hosts: dict[int, str] = {}  # by id
         others = range(1, node.nodes) if node.rank == 0 else range(1)
         self._last_seen = {n: (b"", time.monotonic()) for n in others}
         self._token = secrets.token_hex(8)
         self._failed_in = 0  # the attempt in which another node's ranks failed
         self._closing = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, daemon=True, name="nodes")
+        self._sign_in()
         if node.nodes > 1:
             self._heartbeats.start()
+
+    def _sign_in(self) -> None:
+        """Before the first heartbeat: nothing, where every node's rank is given."""
 
     def close(self) -> None:
         """A thread that still uses the store when Python ends would abort the process."""
@@ -100,7 +115,7 @@ class Nodes:
                 )
             time.sleep(0.05)
         keys = [self._key("joined", n) for n in range(self.node.nodes)]
-        self.hosts = [self.store.get(key).decode().split()[0] for key in keys]
+        self.hosts = {n: self.store.get(key).decode().split()[0] for n, key in enumerate(keys)}
         return True
 
     def _key(self, what: str, node: int | str = "") -> str:
@@ -109,7 +124,7 @@ class Nodes:
     def report_failure(self) -> None:
         """This node's ranks have failed: the others end theirs."""
         with suppress(RuntimeError):  # node 0 is lost, which `decide` detects
-            self.store.set(self._key("failed"), str(self.node.rank))
+            self.store.set(self._key("failed"), str(self.id))
 
     def peer_failed(self) -> bool:
         """Whether ranks of another node failed, or a node is lost: then this node's ranks are ended."""
@@ -132,7 +147,7 @@ class Nodes:
         """Send the report of this node's ranks, None for success, and return node 0's decision."""
         if self.node.rank == 0:
             self.store.set(self._key("report", 0), json.dumps(report))
-            decision = judge([self._report(n) for n in range(self.node.nodes)])
+            decision = judge([self._report(n) for n in self.members])
             self.store.set(self._key("decision"), json.dumps(decision))
             self._wait_until_read()
             return decision
@@ -155,16 +170,16 @@ class Nodes:
         thread.start()
         while thread.is_alive() and not self.silent_nodes():
             thread.join(0.1)
-        if errors and isinstance(errors[0], LaunchError):
+        if errors and isinstance(errors[0], (LaunchError, RunEndedError)):
             raise errors[0]
         return results[0] if results else None
 
     def _decision(self, report: NodeReport) -> dict[str, Any]:
-        self.store.set(self._key("report", self.node.rank), json.dumps(report))
+        self.store.set(self._key("report", self.id), json.dumps(report))
         while not self.store.check([self._key("decision")]):
             time.sleep(0.05)
         decision: dict[str, Any] = json.loads(self.store.get(self._key("decision")))
-        self.store.set(self._key("read", self.node.rank), "")
+        self.store.set(self._key("read", self.id), "")
         return decision
 
     def _report(self, node: int) -> NodeReport:
@@ -178,7 +193,7 @@ class Nodes:
 
     def _wait_until_read(self) -> None:
         """Node 0 hosts the store, and so exits only after the others have read the decision."""
-        for n in range(1, self.node.nodes):
+        for n in self.members[1:]:
             while not self.store.check([self._key("read", n)]) and n not in self.silent_nodes():
                 time.sleep(0.05)
 
@@ -187,8 +202,8 @@ class Nodes:
         try:
             store = rendezvous.connect(self.node.address, self.port, self.timeout_s)
             while not self._closing.wait(HEARTBEAT_S):
-                store.set(f"heartbeat/{self.node.rank}", str(time.time()))
-                for n, (before, _) in self._last_seen.items():
+                store.set(f"heartbeat/{self.id}", str(time.time()))
+                for n, (before, _) in list(self._last_seen.items()):
                     key = f"heartbeat/{n}"
                     value = store.get(key) if store.check([key]) else b""
                     if value != before:
@@ -196,8 +211,12 @@ class Nodes:
                 attempt, failed = self.attempt, self._key("failed")
                 if store.check([failed]):
                     self._failed_in = attempt
+                self._watch(store)
         except Exception as error:  # node 0 is lost: it counts as silent from here on
             log.info("lost the connection to the other nodes: %s", error)
+
+    def _watch(self, store: Any) -> None:
+        """After each heartbeat, in its thread and on its connection."""
 
 
 class NodeRendezvous(RendezvousHandler):

@@ -1,0 +1,271 @@
+"""Nodes of an elastic run: they come and go, and node 0 decides who takes part in the next attempt.
+
+A machine signs in at node 0's store under the next free id. While its heartbeats arrive it is present.
+For each attempt node 0 publishes the roster: the ids that take part, in the order of their node ranks,
+and how many ranks each starts. A machine that is present and not in the roster waits for the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from muster.errors import LaunchError, RecipeError
+from muster.launch.cluster import Node
+from muster.launch.nodes import HEARTBEAT_S, SILENT_S, Nodes, RunEndedError
+
+GATHER_S = 3.0  # at the start, for more nodes once the fewest have come
+POLL_S = 0.05
+TWICE_S = 5.0  # a machine that still sends heartbeats so long after it has signed in again is two
+
+Share = Callable[[Sequence[int]], list[int]]
+
+
+class Node0LostError(Exception):
+    """Node 0 has sent no heartbeat, or its store is gone."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A machine that has signed in. `machine` stays the same when it comes back, `process` when its
+    supervisor has only lost the connection. `ranks` is what it offers, or in a roster what it starts."""
+
+    host: str
+    address: str
+    machine: str
+    process: str
+    ranks: int
+    connection: str = field(default_factory=lambda: secrets.token_hex(8))
+
+
+class ElasticNodes(Nodes):
+    """`share` says how many ranks each node starts, of those that each offers, or raises a RecipeError.
+    `on_growth` is called in a thread of node 0 while the next attempt would have more ranks than this one."""
+
+    def __init__(
+        self,
+        node: Node,
+        timeout_s: float,
+        stall_limit_s: float,
+        *,
+        ranks: int,
+        share: Share,
+        machine: str,
+        process: str,
+        on_growth: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.asked, self.share, self.on_growth = node, share, on_growth
+        self.me = Member(os.uname().nodename, _own_address(node.address), machine, process, ranks)
+        self.known: dict[int, Member] = {}  # at node 0 everyone who has ever signed in, by id
+        self.roster: dict[int, Member] = {}  # who takes part in this attempt, by id
+        self.successor = self.me.address  # who is to be node 0 if node 0 is lost: on all the same
+        self._first_seen: dict[int, float] = {}
+        self._published = 0  # the newest attempt of node 0
+        super().__init__(node, timeout_s, stall_limit_s)
+
+    def _sign_in(self) -> None:
+        text = json.dumps(asdict(self.me))
+        for number in [0] if self.asked.rank == 0 else itertools.count(1):
+            if self.store.compare_set(_signed_in(number), "", text).decode() == text:
+                self.id = number
+                break
+        self.known[self.id] = self.me
+
+    def offer(self, ranks: int) -> None:
+        """This machine offers another number of ranks from the next attempt on."""
+        self.me = self.known[self.id] = replace(self.me, ranks=ranks)
+        self.store.set(_signed_in(self.id), json.dumps(asdict(self.me)))
+
+    @property
+    def ranks(self) -> int:
+        """That this node starts in this attempt."""
+        return self.roster[self.id].ranks
+
+    @property
+    def world(self) -> int:
+        return sum(member.ranks for member in self.roster.values())
+
+    @property
+    def first_rank(self) -> int:
+        """Of this node's ranks."""
+        return sum(self.roster[n].ranks for n in self.members[: self.node.rank])
+
+    def join(self) -> None:
+        """The next attempt: node 0 decides who takes part, the others wait until they do."""
+        if self.asked.rank == 0:
+            self._publish(self._gather())
+        elif not self._query(self._await_roster):
+            raise Node0LostError
+        now = time.monotonic()
+        for number in self.members:
+            if number in self._last_seen:
+                self._last_seen[number] = (self._last_seen[number][0], now)
+
+    def _gather(self) -> list[int]:
+        """Ids of the nodes of the next attempt: more than the fewest if they come soon."""
+        least, most = self.asked.least or 1, self.asked.nodes
+        end, settled = time.monotonic() + self.timeout_s, 0.0
+        while True:
+            now, found = time.monotonic(), self.present()[:most]
+            if len(found) >= least:
+                settled = settled or now + (0.0 if self.attempt else GATHER_S)
+                if len(found) == most or now >= settled:
+                    return found
+            if now > end:
+                raise self._end_by(self._too_few(len(found), least))
+            time.sleep(POLL_S)
+
+    def _too_few(self, here: int, least: int) -> str:
+        places = {self.known[n].machine for n in self.present()}
+        gone = {
+            member.machine: f"{member.host} (no heartbeat for {self.seconds_silent(n):.0f} s)"
+            for n, member in sorted(self.known.items())
+            if member.machine not in places
+        }
+        words = f"{here} of at least {least} nodes are at {self.asked.address}:{self.port}"
+        if gone:
+            words += f"; missing: {', '.join(gone.values())}"
+        return f"{words}; none came within {self.timeout_s:.0f} s"
+
+    def _end_by(self, words: str) -> LaunchError:
+        self.end(words)
+        return LaunchError(words)
+
+    def _publish(self, ids: Sequence[int]) -> None:
+        try:
+            shares = self.share([self.known[n].ranks for n in ids])
+        except RecipeError as error:
+            raise self._end_by(str(error)) from None
+        members = {
+            n: replace(self.known[n], ranks=count) for n, count in zip(ids, shares, strict=True)
+        }
+        roster = {n: member for n, member in members.items() if member.ranks}
+        self._take(self.attempt + 1, roster)
+        listed = [{"id": n, **asdict(member)} for n, member in roster.items()]
+        self.store.set("roster", json.dumps({"attempt": self.attempt, "members": listed}))
+
+    def _take(self, attempt: int, roster: dict[int, Member]) -> None:
+        self.attempt, self.roster, self.members = attempt, roster, list(roster)
+        self.hosts = {n: member.host for n, member in roster.items()}
+        self.node = replace(self.asked, rank=self.members.index(self.id), nodes=len(roster))
+
+    def _await_roster(self) -> bool:
+        while True:
+            if self.store.check(["ended"]):
+                raise RunEndedError(json.loads(self.store.get("ended")))
+            if self.store.check([refused := f"refused/{self.id}"]):
+                raise LaunchError(self.store.get(refused).decode())
+            attempt, roster = _read_roster(self.store)
+            if attempt > self.attempt and self.id in roster:
+                self._take(attempt, roster)
+                return True
+            time.sleep(POLL_S)
+
+    def end(self, why: str | int) -> None:
+        """Node 0, before it ends: those that wait for the next attempt end too, with this exit code or by
+        this sentence."""
+        self.store.set("ended", json.dumps(why))
+        waiting = [n for n in self.present() if isinstance(why, str) or n not in self.roster]
+        if set(waiting) - {self.id}:
+            time.sleep(2 * HEARTBEAT_S)  # they read it before the store is gone
+
+    def present(self) -> list[int]:
+        """Ids of the machines that answer and offer ranks. Of a machine that has signed in again: the
+        earlier id while heartbeats come from it, unless it is the same process."""
+        holder: dict[str, int] = {}
+        for number, member in sorted(self.known.items()):
+            before = holder.get(member.machine)
+            if before is None or not self._holds(before, number):
+                holder[member.machine] = number
+        return sorted(n for n in holder.values() if self.known[n].ranks and not self._is_silent(n))
+
+    def _holds(self, before: int, number: int) -> bool:
+        same = self.known[before].process == self.known[number].process
+        return not same and not self._is_silent(before)
+
+    def _is_silent(self, number: int) -> bool:
+        limit = min(SILENT_S, self.stall_limit_s)
+        return number != self.id and self.seconds_silent(number) > limit
+
+    def silent_nodes(self, longer_than: float | None = None) -> list[int]:
+        """Nodes of this attempt that are lost, also because their machine has signed in again; the others
+        observe node 0 only."""
+        if self.asked.rank != 0:
+            return [0] if self._is_silent(0) else []
+        again = {self.known[n].machine: n for n in self.present()}
+        return [
+            n
+            for n in self.members
+            if n in self.known  # before the first attempt, none is
+            and (self._is_silent(n) or again.get(self.known[n].machine, n) > n)
+        ]
+
+    def peer_failed(self) -> bool:
+        """Also where node 0 goes on without this node, which it took for lost."""
+        superseded = self._published > self.attempt
+        return self._failed_in == self.attempt or superseded or bool(self.silent_nodes())
+
+    def _watch(self, store: Any) -> None:
+        if self.asked.rank != 0:
+            self._published, roster = _read_roster(store)
+            others = [member.address for n, member in roster.items() if n]
+            self.successor = others[0] if others else self.me.address
+            return
+        self._look_around(store)
+        if self.silent_nodes():
+            store.set(self._key("failed"), str(self.id))  # the others end their ranks too
+        elif self.roster and self._would_grow():
+            self.on_growth()
+
+    def _look_around(self, store: Any) -> None:
+        """Node 0: who has signed in, who offers another number of ranks, who has signed in twice."""
+        number = 1
+        while store.check([_signed_in(number)]):
+            if number not in self.known:
+                self._first_seen[number] = time.monotonic()
+                self._last_seen[number] = (b"", time.monotonic())
+            self.known[number] = Member(**json.loads(store.get(_signed_in(number))))
+            number += 1
+        present = {self.known[n].machine: n for n in self.present()}
+        for number, member in self.known.items():
+            holder = present.get(member.machine, number)
+            seen = time.monotonic() if holder == self.id else self._last_seen[holder][1]
+            if holder < number and seen > self._first_seen[number] + TWICE_S:
+                words = f"{member.host} has joined already, by another process; end that one first"
+                store.set(f"refused/{number}", words)
+
+    def _would_grow(self) -> bool:
+        ids = self.present()[: self.asked.nodes]
+        with suppress(RecipeError):
+            return sum(self.share([self.known[n].ranks for n in ids])) > self.world
+        return False
+
+
+def _read_roster(store: Any) -> tuple[int, dict[int, Member]]:
+    """The newest attempt of node 0, and who takes part."""
+    if not store.check(["roster"]):
+        return 0, {}
+    found = json.loads(store.get("roster"))
+    return found["attempt"], {m.pop("id"): Member(**m) for m in found["members"]}
+
+
+def _signed_in(number: int) -> str:
+    return f"signed-in/{number}"
+
+
+def _own_address(master: str) -> str:
+    """The address of this machine that node 0 sees."""
+    with suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # a datagram socket sends nothing yet
+            return str(probe.getsockname()[0])
+    return master
