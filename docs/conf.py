@@ -40,6 +40,7 @@ NAVIGATION = {
         "Kubernetes </docs/kubernetes>",
         "Planner </docs/planner>",
         "Rehearsal </docs/rehearsal>",
+        "/docs/security",
     ],
     "See and measure": [
         "See a run </docs/page>",

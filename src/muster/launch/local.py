@@ -8,9 +8,9 @@ With several nodes each has a supervisor, and node 0's writes run.json.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,14 +21,17 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from muster.errors import AGAIN, LaunchError, MusterError
+from muster.errors import AGAIN, LaunchError, MusterError, UnreadableError
+from muster.launch import secret as run_secret
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
+from muster.launch.signed_store import SignedStore, unverified
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe.events import last_step, write_event
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps, write_json
+from muster.reading.json_file import parse
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.own_task import comparable
@@ -39,6 +42,7 @@ log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
 ONE_NODE = Node()
+OVERWRITTEN_S = 3.0
 
 
 def start(
@@ -81,12 +85,26 @@ class Supervisor:
         from muster.launch.nodes import Nodes
 
         options = self.recipe.distributed
-        self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s)
+        secret = self._secret()
+        self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s, secret)
         if self.is_master:
             self.run.keep_alive()
-            self.nodes.publish(path=str(self.run.path.resolve()), recipe=self.recipe.as_dict())
+            self.nodes.publish(path=str(self.run.path.resolve()))
         self._set_environment()
-        os.environ[SUPERVISOR] = str(os.getpid())
+        os.environ.update({SUPERVISOR: str(os.getpid()), run_secret.VARIABLE: secret.hex()})
+        try:
+            return self._attempts()
+        finally:
+            if self.is_master:
+                run_secret.remove(self.run.path)
+
+    def _secret(self) -> bytes:
+        """Other nodes read it from the run directory."""
+        if self.node.nodes == 1:
+            return secrets.token_bytes(run_secret.BYTES)
+        return run_secret.make(self.run.path) if self.is_master else run_secret.read(self.run.path)
+
+    def _attempts(self) -> int:
         while True:
             if self.is_master:
                 self.run.clear_error_reports()
@@ -182,28 +200,59 @@ def join_run(node: Node, recipe: Recipe) -> Run:
     rendezvous.refuse_loopback(node.address)
     limit = recipe.distributed.timeout_s
     store = rendezvous.connect(node.address, node.port, limit)
+    where = f"{node.address}:{node.port}"
     try:
         store.wait(["run"])
     except RuntimeError:
         raise LaunchError(
-            f"{node.address}:{node.port} answers, but has published no run within {limit:.0f} s; is "
-            "that node 0 of this run?"
+            f"{where} answers, but has published no run within {limit:.0f} s; is that node 0 of this run?"
         ) from None
-    facts = json.loads(store.get("run"))
-    master_recipe = Recipe.model_validate(facts["recipe"])
+    run, signed = _published_run(store, where)
+    master_recipe = from_resolved(run.path / "recipe.yaml")
     recipe = settle_as(recipe, master_recipe.training)
     there, here = comparable(master_recipe.as_dict()), comparable(recipe.as_dict())
     if different := differences(there, here):
         hint = "give every node the same recipe and the same key=value overrides"
-        store.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")
+        signed.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")
         raise LaunchError(f"node 0 trains with another recipe ({'; '.join(different[:3])}); {hint}")
-    run = Run(Path(facts["path"]))
+    return run
+
+
+def _published_run(store: Any, where: str) -> tuple[Run, SignedStore]:
+    """The run that node 0 published, and its store, authenticated. Node 0 writes again within a second
+    what others have overwritten."""
+    end = time.monotonic() + OVERWRITTEN_S
+    while True:
+        try:
+            return _verified_run(store, where)
+        except LaunchError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
+
+def _verified_run(store: Any, where: str) -> tuple[Run, SignedStore]:
+    try:
+        path = str(parse(unverified(store, "run"), "run").get("path"))
+    except UnreadableError:
+        path = ""
+    if not os.path.isabs(path) or not path.isprintable():
+        raise LaunchError(
+            f"{where} answers, but publishes no run of muster's; is that node 0 of this run?"
+        )
+    run = Run(Path(path))
     if not (run.path / "run.json").is_file():
         raise LaunchError(
             f"node 0's run directory {run.path} does not exist on {os.uname().nodename}; put "
             "logging.dir on storage that all nodes share"
         )
-    return run
+    signed = SignedStore(store, run_secret.read(run.path))
+    if not signed.check(["run"]):
+        raise LaunchError(
+            f"what {where} publishes is not signed with the secret of {run.path}: either it is not node 0 of "
+            f"that run, or another process writes into its store, or {run_secret.VARIABLE} differs here"
+        )
+    return run, signed
 
 
 def differences(one: Any, other: Any, key: str = "") -> list[str]:

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from muster.errors import LaunchError, RecipeError
 from muster.launch.cluster import Node
 from muster.launch.nodes import HEARTBEAT_S, SILENT_S, Nodes, RunEndedError
+from muster.launch.signed_store import SignedStore
 
 GATHER_S = 3.0  # at the start, for more nodes once the fewest have come
 POLL_S = 0.05
@@ -61,6 +61,7 @@ class ElasticNodes(Nodes):
         machine: str,
         process: str,
         on_growth: Callable[[], None] = lambda: None,
+        secret: bytes | None = None,
     ) -> None:
         self.asked, self.share, self.on_growth = node, share, on_growth
         self.me = Member(os.uname().nodename, _own_address(node.address), machine, process, ranks)
@@ -69,7 +70,7 @@ class ElasticNodes(Nodes):
         self.successor = self.me.address  # who is to be node 0 if node 0 is lost: on all the same
         self._first_seen: dict[int, float] = {}
         self._published = 0  # the newest attempt of node 0
-        super().__init__(node, timeout_s, stall_limit_s)
+        super().__init__(node, timeout_s, stall_limit_s, secret)
 
     def _sign_in(self) -> None:
         text = json.dumps(asdict(self.me))
@@ -213,7 +214,7 @@ class ElasticNodes(Nodes):
         superseded = self._published > self.attempt
         return self._failed_in == self.attempt or superseded or bool(self.silent_nodes())
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self, store: SignedStore) -> None:
         if self.asked.rank != 0:
             self._published, roster = _read_roster(store)
             others = [member.address for n, member in roster.items() if n]
@@ -225,7 +226,7 @@ class ElasticNodes(Nodes):
         elif self.roster and self._would_grow():
             self.on_growth()
 
-    def _look_around(self, store: Any) -> None:
+    def _look_around(self, store: SignedStore) -> None:
         """Node 0: who has signed in, who offers another number of ranks, who has signed in twice."""
         number = 1
         while store.check([_signed_in(number)]):
@@ -249,7 +250,7 @@ class ElasticNodes(Nodes):
         return False
 
 
-def _read_roster(store: Any) -> tuple[int, dict[int, Member]]:
+def _read_roster(store: SignedStore) -> tuple[int, dict[int, Member]]:
     """The newest attempt of node 0, and who takes part."""
     if not store.check(["roster"]):
         return 0, {}

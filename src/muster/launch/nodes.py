@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from muster.errors import LaunchError
 from muster.launch import rendezvous
 from muster.launch.cluster import Node
+from muster.launch.signed_store import SignedStore
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,13 @@ class RunEndedError(Exception):
 
 
 class Nodes:
-    def __init__(self, node: Node, timeout_s: float, stall_limit_s: float) -> None:
-        """`timeout_s` limits the rendezvous; a node without heartbeat for `stall_limit_s` ends the run."""
+    def __init__(
+        self, node: Node, timeout_s: float, stall_limit_s: float, secret: bytes | None = None
+    ) -> None:
+        """`timeout_s` limits the rendezvous; a node without heartbeat for `stall_limit_s` ends the run.
+        Other nodes are believed what is signed with the run's `secret`."""
         self.node, self.timeout_s, self.stall_limit_s = node, timeout_s, stall_limit_s
-        self.store = rendezvous.for_node(node, timeout_s)
+        self.store = SignedStore(rendezvous.for_node(node, timeout_s), secret)
         self.port = int(self.store.port)
         self.attempt = 0
         self.id = node.rank  # by which the store's keys name this node
@@ -200,9 +204,11 @@ class Nodes:
     def _send_heartbeats(self) -> None:
         """On its own connection: a call that waits for a lost machine blocks no other."""
         try:
-            store = rendezvous.connect(self.node.address, self.port, self.timeout_s)
+            reached = rendezvous.connect(self.node.address, self.port, self.timeout_s)
+            store = self.store.over(reached)
             while not self._closing.wait(HEARTBEAT_S):
                 store.set(f"heartbeat/{self.id}", str(time.time()))
+                store.write_again()
                 for n, (before, _) in list(self._last_seen.items()):
                     key = f"heartbeat/{n}"
                     value = store.get(key) if store.check([key]) else b""
@@ -215,7 +221,7 @@ class Nodes:
         except Exception as error:  # node 0 is lost: it counts as silent from here on
             log.info("lost the connection to the other nodes: %s", error)
 
-    def _watch(self, store: Any) -> None:
+    def _watch(self, store: SignedStore) -> None:
         """After each heartbeat, in its thread and on its connection."""
 
 
@@ -236,7 +242,7 @@ class NodeRendezvous(RendezvousHandler):
         if self.nodes.peer_failed():
             raise PeerFailedError
         node = self.nodes.node
-        store = dist.PrefixStore(f"agents/{self.run_id}", self.nodes.store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"agents/{self.run_id}", self.nodes.store.raw)  # type: ignore[attr-defined]
         where = RendezvousStoreInfo(node.address, self.nodes.port)
         return RendezvousInfo(store, node.rank, node.nodes, where)
 

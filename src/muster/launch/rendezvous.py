@@ -19,9 +19,12 @@ import torch.distributed as dist
 
 from muster.errors import LaunchError
 from muster.hardware import rehearsal
-from muster.launch import addresses
+from muster.launch import addresses, secret
 from muster.launch.addresses import refuse_loopback
 from muster.launch.cluster import Node, RankInfo
+from muster.launch.signed_store import SignedStore
+from muster.reading.json_file import parse, parse_value
+from muster.reading.text import in_one_line
 
 LOOPBACK = "127.0.0.1"
 
@@ -111,8 +114,10 @@ def register(store: Any, rank_info: RankInfo, device: str | None, timeout_s: flo
     """Every rank posts its device; two ranks on one device, or a missing rank, end the run.
 
     `device` identifies it on its host, such as a GPU's UUID; None for CPUs. This is before the first
-    collective, where NCCL would only report `unhandled system error`.
+    collective, where NCCL would only report `unhandled system error`. Without MUSTER_SECRET, which ranks
+    of muster's supervisor always have, anyone who reaches the store may write these messages.
     """
+    store = SignedStore(store, secret.from_environment(), f"ranks/{rank_info.store_prefix}")
     mine = {"host": os.uname().nodename, "pid": os.getpid(), "device": device}
     store.set(f"registered/{rank_info.rank}", json.dumps(mine))
     if rank_info.rank == 0:
@@ -123,11 +128,11 @@ def register(store: Any, rank_info: RankInfo, device: str | None, timeout_s: flo
         raise LaunchError(
             f"rank 0 at {rank_info.address} did not answer within {timeout_s:.0f} s; its log says why"
         ) from None
-    if problem := json.loads(store.get("problem")):
-        raise LaunchError(problem)
+    if problem := parse_value(store.get("problem"), "the verdict of rank 0"):
+        raise LaunchError(in_one_line(problem, most=1000))
 
 
-def _find_problem(store: Any, rank_info: RankInfo, timeout_s: float) -> str | None:
+def _find_problem(store: SignedStore, rank_info: RankInfo, timeout_s: float) -> str | None:
     keys = [f"registered/{rank}" for rank in range(rank_info.world)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout_s))
@@ -138,13 +143,14 @@ def _find_problem(store: Any, rank_info: RankInfo, timeout_s: float) -> str | No
         )
     owners: dict[tuple[str, str], int] = {}
     for rank, text in enumerate(store.multi_get(keys)):
-        entry = json.loads(text)
-        if entry["device"] is None:
+        entry = parse(text, f"the device of rank {rank}")
+        host, device = str(entry.get("host")), entry.get("device")
+        if device is None:
             continue
-        first = owners.setdefault((entry["host"], entry["device"]), rank)
+        first = owners.setdefault((host, str(device)), rank)
         if first != rank and not rehearsal.active():
             return (
-                f"ranks {first} and {rank} share one GPU of {entry['host']} ({entry['device']}); start "
+                f"ranks {first} and {rank} share one GPU of {host} ({device}); start "
                 "as many ranks as there are GPUs, and check CUDA_VISIBLE_DEVICES and LOCAL_RANK; or "
                 f"let ranks share GPUs with {rehearsal.FLAG}"
             )

@@ -1,0 +1,97 @@
+"""The secret that authenticates the messages of one run: who knows it may speak in the run's store.
+
+Its supervisor makes it. Its ranks have it in their environment; the supervisors of other nodes read it
+from a file in the run directory that only its owner can read. It is on no command line and in no log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from muster.errors import LaunchError
+
+VARIABLE = (
+    "MUSTER_SECRET"  # the user's own, the same on every node; or a supervisor's, for its ranks
+)
+FILE = ".secret"
+BYTES, LEAST_CHARACTERS = 32, 16
+
+
+def from_environment(env: Mapping[str, str] = os.environ) -> bytes | None:
+    """What MUSTER_SECRET says; None where it is not set."""
+    text = env.get(VARIABLE, "")
+    if not text:
+        return None
+    if len(text) < LEAST_CHARACTERS:
+        raise LaunchError(
+            f"{VARIABLE} has {len(text)} characters, which can be guessed; give at least "
+            f'{LEAST_CHARACTERS}, such as {VARIABLE}="$(openssl rand -hex 32)", the same on every node'
+        )
+    return text.encode()
+
+
+def make(folder: Path) -> bytes:
+    """A new secret for this start of the run in `folder`, in a file there."""
+    drawn = secrets.token_bytes(BYTES)
+    temporary = folder / f"{FILE}-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        file.write(drawn)
+    os.replace(temporary, folder / FILE)
+    return _mixed(drawn)
+
+
+def read(folder: Path) -> bytes:
+    """The secret of the run in `folder`, on a node that did not make it."""
+    path = folder / FILE
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise LaunchError(
+            f"{path}, with which nodes know each other, cannot be read ({error.strerror}); node 0 writes it "
+            "when it starts and removes it at the end: is node 0 running, and as the same user?"
+        ) from None
+    with os.fdopen(number, "rb") as file:
+        facts = os.fstat(number)
+        if from_environment() is None:
+            _refuse_others(path, facts)
+        drawn = file.read(BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
+    if len(drawn) != BYTES:
+        raise LaunchError(
+            f"{path} is no secret of muster's; start again on node 0, which writes it"
+        )
+    return _mixed(drawn)
+
+
+def remove(folder: Path) -> None:
+    """At the end of the run."""
+    with suppress(OSError):
+        (folder / FILE).unlink()
+
+
+def _mixed(drawn: bytes) -> bytes:
+    """With the user's own secret, if there is one: then the file alone tells a reader nothing."""
+    own = from_environment()
+    return hmac.digest(own, drawn, hashlib.sha256) if own else drawn
+
+
+def _refuse_others(path: Path, facts: os.stat_result) -> None:
+    """Of another user, or for others to read: they could decide for this node."""
+    if facts.st_uid != os.geteuid():
+        problem = f"belongs to user {facts.st_uid}, and this node runs as user {os.geteuid()}"
+        cure = "start every node as the same user"
+    elif facts.st_mode & 0o077:
+        problem = f"can be read by others (mode {stat.S_IMODE(facts.st_mode):04o})"
+        cure = "put logging.dir on storage that keeps modes"
+    else:
+        return
+    raise LaunchError(
+        f"{path} {problem}; {cure}, or set {VARIABLE} to the same random text on every node"
+    )
