@@ -25,7 +25,8 @@ HOMES = {
     "tree_leaves": "torch.utils._pytree",
     "tree_map": "torch.utils._pytree",
     "tree_unflatten": "torch.utils._pytree",
-    # what torch.compile would make of a block
+    # what torch.compile would make of a block, and when it compiles
+    "callback_handler": "torch._dynamo.callback",
     "_reparametrize_module": "torch.nn.utils.stateless",
     "aot_function": "torch._functorch.aot_autograd",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from muster.observe import heartbeat
+from muster.observe import heartbeat, stall
 from muster.observe.heartbeat import beat
 from muster.training.checkpoint import Checkpoints
 
@@ -52,8 +52,8 @@ def holds_the_interpreter() -> None:
     ctypes.PyDLL(None).sleep(60)
 
 
-def is_slow() -> None:
-    for _ in range(300):
+def is_slow(times: int = 300) -> None:
+    for _ in range(times):
         beat("evaluation")
         time.sleep(0.2)
 
@@ -124,6 +124,8 @@ def play(scene: str, rank: int, world: int, folder: Path) -> None:
                 "native": holds_the_interpreter,
                 "slow": is_slow,
                 "stopped": lambda: stops(signal.SIGSTOP),
+                "auto stopped": lambda: stops(signal.SIGSTOP),
+                "auto slow": lambda: is_slow(int(5 * (STALL_S + CALM_S))),
                 "killed": lambda: stops(signal.SIGKILL),
                 "own failure": raises,
             }
@@ -164,6 +166,8 @@ SCENES = {
     "killed": 2,
     "native": 2,
     "slow": 2,
+    "auto stopped": 2,
+    "auto slow": 2,
     "background": 2,
     "background waited for": 2,
     "message": 2,
@@ -183,7 +187,11 @@ def live(scene: str, rank: int, world: int, folder: Path) -> int:
     limit = datetime.timedelta(seconds=START_S if scene == "start" else GLOO_S)
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-    heartbeat.start(folder, rank, STALL_S)
+    if scene.startswith("auto"):  # the limit within steps, by the recipe's default
+        stall.LEAST_S, stall.LOOKS = STALL_S, 3
+        heartbeat.start(folder, rank, GLOO_S, adaptive=True)
+    else:
+        heartbeat.start(folder, rank, STALL_S)
     try:
         if scene == "start":
             before_the_first_beat(rank)
@@ -224,7 +232,7 @@ def main(root: Path) -> None:
             ended.setdefault(scene, time.time())
             continue
         for pid, (scene, _) in living.items():
-            patience = AGENT_S if scene in ("stopped", "start") else PATIENCE_S
+            patience = AGENT_S if scene in ("stopped", "auto stopped", "start") else PATIENCE_S
             if time.time() - ended.get(scene, time.time()) > patience:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

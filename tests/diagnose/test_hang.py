@@ -46,6 +46,7 @@ GATHER = "all_gather number 1 of group gloo:1 (Long [1])"
     [
         ("sleep", 1, "stuck", SMALL, "in sleeps: time.sleep"),
         ("stopped", 1, "stopped", SMALL, None),
+        ("auto stopped", 1, "stopped", SMALL, None),
         ("killed", 1, "gone", SMALL, None),
         ("native", 1, "native", SMALL, "in holds_the_interpreter"),
         ("slow", 1, "slow", SMALL, "in is_slow: time.sleep"),
@@ -95,7 +96,7 @@ def test_the_one_that_went_astray_is_named_when_gloo_ends_it(scenes):
     assert "in one_step" in (last_line(folder, 1) or "")
 
 
-@pytest.mark.parametrize("scene", ["calm", "own failure", "save to a slow disk"])
+@pytest.mark.parametrize("scene", ["calm", "auto slow", "own failure", "save to a slow disk"])
 def test_there_is_no_hang_in_a_run_that_goes_on_or_fails_by_itself(scenes, scene):
     folder, codes, _ = scenes[scene]
     assert analyse(folder, SCENES[scene]) is None
@@ -108,6 +109,12 @@ def test_stalled_ranks_leave_with_their_code_within_the_limit(scenes):
         assert set(codes.values()) == {STALLED}, scene
         busy = 10.0  # of a machine, at the worst moment; gloo's own limit comes much later
         assert seconds < SLEEP_S + STALL_S + 2 * TICK_S + GRACE_S + busy < GLOO_S, scene
+
+
+def test_by_default_a_stopped_rank_ends_the_run_at_the_limit_within_steps(scenes):
+    _, codes, seconds = scenes["auto stopped"]
+    assert codes["0"] == STALLED
+    assert seconds < SLEEP_S + STALL_S + 2 * TICK_S + GRACE_S + 10.0 < GLOO_S
 
 
 def test_no_stall_is_counted_before_the_first_beat(scenes):

@@ -1,9 +1,9 @@
 """Each rank's heartbeat, and its stall report when it makes no progress.
 
 `beat` records progress and costs a fraction of a microsecond. A thread writes the latest beat to
-`ranks/<rank>.heartbeat.json` once a second. When a rank has not beaten for `stall_s`, it signals the
-others by a file in the run directory, every rank writes its stall report, and all exit with the code
-`STALLED`. `muster.diagnose.hang` reads the reports:
+`ranks/<rank>.heartbeat.json` once a second. When a rank is stalled (see `muster.observe.stall`), it
+signals the others by a file in the run directory, every rank writes its stall report, and all exit with
+the code `STALLED`. `muster.diagnose.hang` reads the reports:
 
     ranks/<rank>.stall.json    who, since when, in which phase and on which line
     ranks/<rank>.stacks.txt    the Python stack of every thread, also after a crash
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import sys
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from muster.observe.results import write_json
+from muster.observe.stall import ENDED as ENDED
+from muster.observe.stall import STARTING as STARTING
+from muster.observe.stall import Beat, Others, StallLimit, StallWatch
 
 STALLED = 75  # exit code of a rank that stalled, or exited because another one did
 TICK_S = 1.0
 GRACE_S = 5.0  # between a rank's report and its exit: the others need time for theirs
-ENDED = "ended"
-STARTING = "starting"  # until the first beat; building and loading may take any time
 STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
 DUMPS = ("*.heartbeat.json", "*.stall.json", "*.stacks.txt", "*.flight.json", STALL_FILE)
 LINES = 6  # of its own code, in a rank's report
@@ -48,7 +50,10 @@ _device: Callable[[], Mapping[str, Any] | None] | None = None
 def beat(phase: str, step: int | None = None) -> None:
     """This rank made progress. Nothing is recorded before `start`."""
     if _active is not None:
-        _active.last = (phase, _active.last[1] if step is None else step, time.monotonic())
+        before, now = _active.last[1], time.monotonic()
+        _active.last = (phase, before if step is None else step, now)
+        if step not in (None, before):
+            _active.limit.step_begins(now)
     if _listener is not None:
         _listener(phase)
 
@@ -73,11 +78,13 @@ def clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def start(folder: Path, rank: int, stall_s: float | None) -> None:
-    """Write heartbeats of the calling thread; with `stall_s`, end the process when it makes no progress."""
+def start(folder: Path, rank: int, stall_s: float | None, *, adaptive: bool = False) -> None:
+    """Write heartbeats of the calling thread; with `stall_s`, end the process when it makes no progress.
+    `adaptive`: sooner within steps, by the time that they take."""
     global _active
     stop()
-    _active = HeartbeatThread(folder / "ranks", rank, stall_s)
+    limit = StallLimit(math.inf if stall_s is None else stall_s, adaptive=adaptive)
+    _active = HeartbeatThread(folder / "ranks", rank, limit)
     _active.start()
 
 
@@ -95,12 +102,13 @@ def failed(error: BaseException) -> None:
 
 
 class HeartbeatThread(threading.Thread):
-    """`last` is the latest beat: phase, step, and when by the monotonic clock."""
+    """`last` is the latest beat."""
 
-    def __init__(self, folder: Path, rank: int, stall_s: float | None) -> None:
+    def __init__(self, folder: Path, rank: int, limit: StallLimit) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self.folder, self.rank, self.stall_s = folder, rank, stall_s
-        self.last: tuple[str, int | None, float] = (STARTING, None, time.monotonic())
+        self.folder, self.rank, self.limit = folder, rank, limit
+        self.last: Beat = (STARTING, None, time.monotonic())
+        self._watch = StallWatch(limit, Others(folder, rank))
         self._host, self._training_thread = os.uname().nodename, threading.get_ident()
         self._done, self._lock = threading.Event(), threading.Lock()
         self._reported = False
@@ -113,8 +121,8 @@ class HeartbeatThread(threading.Thread):
         self._write_heartbeat()
         while not self._done.wait(TICK_S):
             self._write_heartbeat()
-            if self.stall_s is not None and self._stalled(self.stall_s):
-                self._exit_stalled()
+            if math.isfinite(self.limit.longest_s) and (why := self._why_to_exit()):
+                self._exit_stalled(why)
 
     def end(self) -> None:
         self._done.set()
@@ -140,23 +148,20 @@ class HeartbeatThread(threading.Thread):
         time.sleep(0.2)  # a killed process may take a moment to end
         self._record_silent_ranks()
 
-    def _stalled(self, stall_s: float) -> bool:
+    def _why_to_exit(self) -> str | None:
         """The interpreter lock may be held for ever by native code, and this thread with it: then
         faulthandler's own thread, which needs no lock, writes the stacks and ends the process. It
         comes later than this one would, so that other ranks have written their reports."""
         if self.last[0] != STARTING:
-            faulthandler.dump_traceback_later(
-                stall_s + GRACE_S - 2 * TICK_S, exit=True, file=self._stacks
-            )
-            if self._idle() >= stall_s:
-                return True
-        return (self.folder / STALL_FILE).exists()
+            seconds = self.limit.longest_s + GRACE_S - 2 * TICK_S
+            faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
+        if self._watch.stalled(self.last, time.monotonic()):
+            return "stalled"
+        return "called" if (self.folder / STALL_FILE).exists() else None
 
-    def _exit_stalled(self) -> None:
+    def _exit_stalled(self, why: str) -> None:
         faulthandler.dump_traceback_later(3 * GRACE_S, exit=True, file=self._stacks)
-        why = "called"
-        if self._idle() >= (self.stall_s or 0.0):
-            why = "stalled"
+        if why == "stalled":
             self._signal_stall()
         self._write_report(
             why, traceback.extract_stack(sys._current_frames()[self._training_thread])
@@ -200,8 +205,10 @@ class HeartbeatThread(threading.Thread):
     def _write_heartbeat(self) -> None:
         with suppress(OSError):  # a full disk must not end this thread
             measured = _device() if _device else None
-            state = {**self._state(), "device": measured} if measured else self._state()
-            write_json(self._path("heartbeat.json"), state)
+            state = {**self._state(), "limit_s": self._limit_s()}
+            write_json(
+                self._path("heartbeat.json"), state | ({"device": measured} if measured else {})
+            )
 
     def _record_silent_ranks(self) -> None:
         """Add the process states of this machine's ranks that wrote no report."""
@@ -240,6 +247,10 @@ class HeartbeatThread(threading.Thread):
             "since": now - self._idle(),
             "time": now,
         }
+
+    def _limit_s(self) -> float | None:
+        limit = self.limit.of(self.last[0])
+        return round(limit, 1) if math.isfinite(limit) else None
 
     def _idle(self) -> float:
         return time.monotonic() - self.last[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -75,6 +75,15 @@ def is_compiler_error(error: BaseException | None) -> bool:
         return False
     homes = ("torch._dynamo.", "torch._inductor.", "triton.")
     return type(error).__module__.startswith(homes) or is_compiler_error(error.__cause__)
+
+
+def tell_compilation(begins: Callable[[], None], ends: Callable[[], None]) -> None:
+    """Call these in this process from now on whenever something is compiled, such as for a new shape in
+    the middle of a run."""
+    from muster.torch_internals import callback_handler  # which takes a second
+
+    callback_handler.register_start_callback(lambda _: begins())
+    callback_handler.register_end_callback(lambda _: ends())
 
 
 def run_uncompiled() -> None:

@@ -166,7 +166,9 @@ class Distributed(Section):
     stall_s: Annotated[float, Field(gt=0)] | Auto = free(
         "auto",
         description="Seconds without progress after which a rank is stalled: every rank writes its stack "
-        "trace, and the run ends with the rank that blocked the others. `auto`: 0.9 × timeout_s.",
+        "trace, and the run ends with the rank that blocked the others. `auto`: within a step 60 s, or 20 × the "
+        "median step where that is longer; while data are loaded, a model compiles, is evaluated or saved "
+        "0.9 × timeout_s, and no step has more; a rank without a heartbeat for 60 s.",
     )
     max_restarts: Count = free(
         3,
@@ -175,4 +177,5 @@ class Distributed(Section):
 
     @property
     def stall_limit_s(self) -> float:
+        """Of the slowest phases."""
         return 0.9 * self.timeout_s if self.stall_s == "auto" else self.stall_s

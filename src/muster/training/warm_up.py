@@ -11,7 +11,7 @@ import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,7 @@ from muster.auto import AutoChoice
 from muster.data.loader import Batch
 from muster.errors import StartAgain
 from muster.observe.choices import write_choices
+from muster.observe.heartbeat import beat
 from muster.observe.memory import out_of_memory
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
@@ -45,6 +46,8 @@ def warm_up(job: Job) -> None:
     pass, and with other buckets three ranks or more sum in another order.
     """
     on_gpu, engine = job.mesh.device.type == "cuda", job.engine
+    if job.compiled:
+        _tell_compilation()
     ddp = isinstance(engine, TorchEngine) and isinstance(engine.module, DistributedDataParallel)
     needed = on_gpu or job.recipe.training.on_oom == "shrink" or (ddp and job.start > 0)
     if job.start == job.steps or not needed:
@@ -60,6 +63,14 @@ def warm_up(job: Job) -> None:
             buffer.copy_(before)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(job.mesh.device)  # what was only tried needed more
+
+
+@cache
+def _tell_compilation() -> None:
+    """It may take minutes, in which this rank is not stalled."""
+    compilation.tell_compilation(
+        begins=lambda: beat("compiling"), ends=lambda: beat("forward and backward")
+    )
 
 
 def _try_costliest(job: Job) -> None:

@@ -57,7 +57,9 @@ def run_rank(
     """
     task = open_task(recipe)
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
-    heartbeat.start(run.path, rank_info.rank, recipe.distributed.stall_limit_s)
+    options = recipe.distributed
+    adaptive = options.stall_s == "auto"
+    heartbeat.start(run.path, rank_info.rank, options.stall_limit_s, adaptive=adaptive)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         rank_info.rank,
