@@ -30,7 +30,7 @@ from muster.errors import LaunchError, MusterError
 from muster.hardware import rehearsal
 from muster.observe import heartbeat
 from muster.observe.events import write_again
-from muster.observe.results import STOP_FILE, read_last, write_json
+from muster.observe.results import STOP_FILE, read_last, remove_temporaries, write_json
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +83,8 @@ class Run:
         heartbeat.clear(self.path)
         for path in (self.path / "ranks").glob("*.error.json"):
             path.unlink()
+        for folder in (self.path, self.path / "ranks"):
+            remove_temporaries(folder)
 
     def claim(self) -> TextIOWrapper:
         """Become the run's one owner, until the file that is returned is closed in every process that
