@@ -22,15 +22,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
+from muster import writing
 from muster.errors import LaunchError, MusterError
 from muster.hardware import rehearsal
 from muster.observe import heartbeat
 from muster.observe.events import write_again
-from muster.observe.results import STOP_FILE, read_last, remove_temporaries, write_json
+from muster.observe.results import STOP_FILE, read_last
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +39,10 @@ ENDED = ("finished", "failed", "stopped")
 ALIVE = ("queued", "starting", "running")
 ALIVE_FILE, ALIVE_EVERY_S = "alive", 5.0  # touched by the process that owns the run
 STALE_S = 60.0  # since the last touch: the owner is gone
+MOVABLE = ("checkpoints", "tensorboard")  # folders of a run that may be links
 SIGNALLED = 143  # exit code of a run that saved and ended after a signal
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+Mode = Literal["private", "group", "umask"]
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
@@ -59,12 +62,12 @@ class Run:
 
     def update(self, **changes: Any) -> None:
         with self._locked():
-            write_json(self.path / "run.json", {**self.info(), **changes})
+            writing.write_json(self.path / "run.json", {**self.info(), **changes})
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One writer at a time: each keeps what the others wrote. The lock of a dead process is released."""
-        with (self.path / ".run.lock").open("w") as file:
+        with writing.open_own(self.path / ".run.lock") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
@@ -79,17 +82,17 @@ class Run:
         self.update(state="starting", **{**cleared, **changes})
 
     def clear_error_reports(self) -> None:
-        """Remove the error reports and heartbeats of an earlier attempt."""
+        """Remove the error reports and heartbeats of an earlier attempt, and what a killed one half wrote."""
         heartbeat.clear(self.path)
+        for folder in (self.path, self.path / "ranks"):
+            writing.remove_abandoned(folder)
         for path in (self.path / "ranks").glob("*.error.json"):
             path.unlink()
-        for folder in (self.path, self.path / "ranks"):
-            remove_temporaries(folder)
 
     def claim(self) -> TextIOWrapper:
         """Become the run's one owner, until the file that is returned is closed in every process that
         has it open. The lock is the kernel's, on shared storage too: it ends with its holder."""
-        file, end = (self.path / ".owner.lock").open("a"), time.monotonic() + GRACE_S
+        file, end = writing.open_own(self.path / ".owner.lock"), time.monotonic() + GRACE_S
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,6 +105,25 @@ class Run:
             except OSError as error:
                 log.warning("%s: no locks on this file system (%s)", self.path, error.strerror)
                 return file
+
+    def open_to(self, mode: Mode) -> None:
+        """Who may read it: its user, its group too, or whom the umask lets. Also what is in it already."""
+        bits = {
+            "private": writing.PRIVATE,
+            "group": 0o750,
+            "umask": 0o777 & ~writing.current_umask(),
+        }
+        writing.set_mode(self.path, bits[mode])
+
+    def refuse_links(self) -> None:
+        """A run directory may come from elsewhere, and what is written into it must not go anywhere else.
+        Folders of much data may be moved to another disk."""
+        for path in itertools.chain(self.path.iterdir(), self.path.glob("ranks/*")):
+            if path.is_symlink() and path.name not in MOVABLE:
+                raise LaunchError(
+                    f"{path} is a link, and a run writes into no other place; remove it, or put a copy "
+                    "of what it points to there"
+                )
 
     def _taken(self) -> LaunchError:
         info = self.info()
@@ -167,7 +189,7 @@ class Run:
         def touch() -> None:
             while True:
                 with suppress(OSError):  # shared storage fails at times
-                    (self.path / ALIVE_FILE).touch()
+                    writing.touch(self.path / ALIVE_FILE)
                 time.sleep(ALIVE_EVERY_S)
 
         threading.Thread(target=touch, daemon=True, name="alive").start()
@@ -197,29 +219,43 @@ def check_name(name: str) -> str:
     return name
 
 
-def create(root: Path, name: str, documents: dict[str, str], exact: str | None = None) -> Run:
+def create(
+    root: Path,
+    name: str,
+    documents: dict[str, str],
+    exact: str | None = None,
+    mode: Mode = "private",
+) -> Run:
     """A new folder `<name>-<time>`, or just `exact`, with `documents` in it; `latest` then points to
-    it."""
+    it. Who may read it: `mode`."""
     path = None if exact is None else root / check_name(exact)
     try:
         root.mkdir(parents=True, exist_ok=True)
         if path:
-            path.mkdir()
+            path.mkdir(mode=writing.PRIVATE)
         else:
             path = _new_folder(root, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     except OSError as error:
         raise MusterError(f"logging.dir: cannot make a run in {root} ({error.strerror})") from None
-    (path / "ranks").mkdir()
-    for file, text in documents.items():
-        (path / file).write_text(text)
     run = Run(path)
+    writing.make_folder(path / "ranks")
+    for file, text in documents.items():
+        writing.write(path / file, text)
     run.update(state="starting", created=time.time())
     run.own()  # until its supervisor does: a failed start must not look alive for ever
-    link = root / f".latest-{os.getpid()}"
-    link.unlink(missing_ok=True)
-    link.symlink_to(path.name)
-    os.replace(link, root / "latest")
+    run.open_to(mode)
+    _point_latest(root, path.name)
     return run
+
+
+def _point_latest(root: Path, name: str) -> None:
+    try:
+        writing.point(root / "latest", name)
+    except OSError:
+        log.warning(
+            "%s is no link of muster's and stays as it is, so `latest` is not this run; rename it",
+            root / "latest",
+        )
 
 
 def _new_folder(root: Path, name: str) -> Path:
@@ -228,7 +264,7 @@ def _new_folder(root: Path, name: str) -> Path:
     path = root / name
     while True:
         try:
-            path.mkdir()
+            path.mkdir(mode=writing.PRIVATE)
             return path
         except FileExistsError:
             path = root / next(numbered)
@@ -256,7 +292,7 @@ def stop(run: Run, wait_s: float, *, now: bool = False) -> str:
     """End an active run: request a checkpoint and an end, after `wait_s` send SIGTERM, and after `GRACE_S`
     more SIGKILL. `now` skips the request. Returns what it took: asked, terminated or killed."""
     if not now:
-        (run.path / STOP_FILE).write_text("")  # a signal's name in it would mean: requeue
+        writing.write(run.path / STOP_FILE, "")  # a signal's name in it would mean: requeue
         if _ended(run, wait_s):
             return "asked"
     if host := run.elsewhere():
@@ -329,4 +365,4 @@ def remove(run: Run) -> None:
         latest.unlink()
         rest = every(root)
         if rest:
-            latest.symlink_to(rest[0].name)
+            writing.point(latest, rest[0].name)

@@ -14,7 +14,7 @@ from muster.bench import device as bench_device
 from muster.bench.device import Timer, bench
 from muster.errors import LaunchError
 from muster.hardware import catalogue
-from muster.observe.results import write_json
+from muster.writing import write_json
 from processes import muster
 
 CPU = torch.device("cpu")

@@ -1,11 +1,11 @@
 """training_results.json."""
 
 import json
-import os
 
 import pytest
 
-from muster.observe.results import read_lines, remove_temporaries, summarise_metrics, write_json
+from muster.observe.results import read_lines, summarise_metrics
+from muster.writing import write_json
 
 
 def line(step: int, epoch: int, seconds: float, **more) -> dict:
@@ -70,12 +70,3 @@ def test_a_file_that_cannot_be_replaced_leaves_nothing_behind(tmp_path):
     with pytest.raises(IsADirectoryError):
         write_json(tmp_path / "run.json", {})
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_files_of_killed_writers_are_removed_and_those_of_living_ones_stay(tmp_path):
-    young, old = tmp_path / ".1.heartbeat.json.77", tmp_path / ".run.json.78"
-    for path in (young, old):
-        path.write_text("{")
-    os.utime(old, (1.0, 1.0))
-    remove_temporaries(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [young.name]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import LaunchError
-from muster.observe.results import write_json
+from muster.writing import write_json
 
 Document = dict[str, Any]  # JSON: what was measured, and how
 

@@ -38,7 +38,6 @@ from muster.errors import RecipeError
 from muster.launch.cluster import RankInfo
 from muster.models.huggingface.folder import export, folder_weights
 from muster.observe.observer import Observer, StepRecord
-from muster.observe.results import write_json
 from muster.parallel import mesh as meshes
 from muster.parallel.engine import Engine
 from muster.parallel.materialise import materialise
@@ -57,6 +56,7 @@ from muster.training.precision import shared_precision
 from muster.worker.main import connect_ranks
 from muster.worker.prepare import open_source, open_task
 from muster.worker.results import final_scores, write_data, write_plan, write_results
+from muster.writing import write_json
 
 STRATEGY = "hf-ddp"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from muster.errors import CheckpointError, LaunchError, MusterError, RecipeError
 from muster.urls import is_remote
 from muster.workloads import WORKLOADS
+from muster.writing import write
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
@@ -89,8 +89,13 @@ def open_run(
         newer = with_original(recipe, copied) if _nothing_done(existing, recipe) else None
         _say(str(changed_original(recipe, copied, taken=newer is not None)), console)
         recipe = settle_task(newer) if newer else recipe
-    run = existing or run_directory.create(root, recipe.name, {}, exact=name)
+    mode = recipe.logging.mode
+    if existing:
+        existing.refuse_links()
+    run = existing or run_directory.create(root, recipe.name, {}, exact=name, mode=mode)
     claim = run.claim()
+    if existing:
+        run.open_to(mode)
     recipe = _restore(recipe, run, console)
     recipe, record = adopt(recipe, run.path)
     if record:
@@ -273,6 +278,4 @@ def _write_recipe(run: Run, recipe: Recipe) -> None:
     from muster.recipe.describe import to_yaml
     from muster.recipe.own_task import shown
 
-    temporary = run.path / f".recipe.yaml.{os.getpid()}"
-    temporary.write_text(to_yaml(shown(recipe, run.path)))
-    os.replace(temporary, run.path / "recipe.yaml")  # other ranks may be reading it
+    write(run.path / "recipe.yaml", to_yaml(shown(recipe, run.path)))  # ranks may be reading it

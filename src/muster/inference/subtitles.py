@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise, product
 from pathlib import Path
 from typing import Literal, get_args
 
+from muster import writing
 from muster.errors import MusterError
 
 Format = Literal["text", "srt", "vtt", "json"]
@@ -165,16 +164,11 @@ def targets(files: Sequence[Path], folder: Path, form: Format, force: bool) -> l
 
 def write(target: Path, text: str) -> None:
     """Whole or not at all; its folder is made where it is missing."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
+        writing.write(target, text)
     except OSError as error:
         raise MusterError(f"{target} cannot be written ({error.strerror})") from None
-    finally:
-        with suppress(OSError):
-            partial.unlink()
 
 
 def _span(segment: Segment, point: str) -> str:

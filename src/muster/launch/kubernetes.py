@@ -22,6 +22,7 @@ from muster.recipe.describe import to_yaml
 from muster.recipe.own_task import parse, shown
 from muster.recipe.schema import Recipe
 from muster.run_directory import SIGNALLED, Run
+from muster.writing import write
 
 Kind = Literal["trainjob", "job"]
 Document = dict[str, Any]
@@ -53,7 +54,7 @@ def submit(job: ClusterJob) -> str:
     check(job.recipe, job.nodes)
     context, path = kubectl.context(), job.run / "kubernetes.yaml"
     kind = _kind(job, ask=context is not None)
-    path.write_text(render(job, kind))
+    write(path, render(job, kind))
     run = Run(job.run)
     if context is None:
         run.update(state="stopped", ended=time.time())  # until someone applies it

@@ -30,13 +30,14 @@ from muster.launch.signed_store import SignedStore, unverified
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe.events import last_step, write_event
 from muster.observe.logs import set_up
-from muster.observe.results import STOP_FILE, complete_steps, write_json
+from muster.observe.results import STOP_FILE, complete_steps
 from muster.reading.json_file import parse
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
 from muster.recipe.own_task import comparable
 from muster.recipe.schema import Recipe
 from muster.run_directory import Run
+from muster.writing import keep_to, open_own, write, write_json
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def start(
     where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
     where += ["--master-port", node.port]
     standby = standby or Standby()
-    with (run.path / log_name(node)).open("ab") as out:
+    with open_own(run.path / log_name(node), "ab") as out:
         words = [str(word) for word in (run.path, ranks, *where)]
         standby.begin(words, out.fileno(), claim.fileno() if claim else None)
     process = standby.process
@@ -273,7 +274,7 @@ def stop_on_signal(run: Run) -> None:
 
     def request_stop(number: int, _: object) -> None:
         if not (run.path / STOP_FILE).exists():
-            (run.path / STOP_FILE).write_text(signal.Signals(number).name)
+            write(run.path / STOP_FILE, signal.Signals(number).name)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, request_stop)
@@ -293,6 +294,7 @@ def main(arguments: list[str]) -> int:
     set_up("launcher")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     run = Run(asked.run)
+    keep_to(run.path)
     node = resolve_node(
         os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
     )

@@ -23,7 +23,7 @@ from muster.hardware import affinity, environment, inventory, network
 from muster.hardware.cpus import asked_threads
 from muster.launch import cluster, failure
 from muster.launch.cluster import RankInfo
-from muster.observe.results import write_json
+from muster.writing import write_json
 
 log = logging.getLogger(__name__)
 

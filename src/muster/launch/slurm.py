@@ -17,6 +17,7 @@ from collections.abc import Callable
 from muster.errors import LaunchError
 from muster.launch.job import ClusterJob
 from muster.run_directory import ENDED, Run
+from muster.writing import write
 
 TIMEOUT_S = 60.0  # for SLURM's own commands
 ASK_EVERY_S = 5.0
@@ -135,7 +136,7 @@ def _quoted(text: str) -> str:
 def submit(job: ClusterJob) -> str:
     """Write RUN/job.sbatch and submit it. Returns the job's id."""
     script, run = job.run / "job.sbatch", Run(job.run)
-    script.write_text(render(job))
+    write(script, render(job))
     if shutil.which("sbatch") is None:
         raise LaunchError(
             f"--on slurm: there is no sbatch here; submit {script} where there is one, usually on a "

@@ -22,10 +22,12 @@ from muster.observe.results import STOP_FILE, complete_steps
 from muster.page import report
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
+from muster.writing import keep_to
 
 
 def main(folder: str, *command: str) -> int:
     run, number = Run(Path(folder)), os.environ["SLURM_JOB_ID"]
+    keep_to(run.path)
     again = int(os.environ.get("SLURM_RESTART_COUNT", 0)) > 0
     if again and asked_by_user(run):
         run.update(state="stopped", ended=time.time(), exit_code=0)

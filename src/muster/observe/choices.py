@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.auto import AutoChoice
-from muster.observe.results import write_json
+from muster.writing import write_json
 
 PLAN_FILE = "plan.json"
 

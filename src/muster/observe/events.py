@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from muster.observe.results import read_last, read_lines
+from muster.writing import open_own
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +21,7 @@ Kind = Literal["restarted", "resumed"]
 
 
 def write_event(folder: Path, what: str, **details: Any) -> None:
-    with (folder / EVENTS_FILE).open("a") as file:
+    with open_own(folder / EVENTS_FILE) as file:
         file.write(json.dumps({"time": time.time(), "event": what, **details}) + "\n")
 
 

@@ -27,10 +27,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from muster.observe.results import write_json
 from muster.observe.stall import ENDED as ENDED
 from muster.observe.stall import STARTING as STARTING
 from muster.observe.stall import Beat, Others, StallLimit, StallWatch
+from muster.writing import make_folder, open_own, touch, write, write_json
 
 STALLED = 75  # exit code of a rank that stalled, or exited because another one did
 TICK_S = 1.0
@@ -112,8 +112,8 @@ class HeartbeatThread(threading.Thread):
         self._host, self._training_thread = os.uname().nodename, threading.get_ident()
         self._done, self._lock = threading.Event(), threading.Lock()
         self._reported = False
-        folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = self._path("stacks.txt").open("w")
+        make_folder(folder)
+        self._stacks = open_own(self._path("stacks.txt"), "w")
         self._faults = faulthandler.is_enabled()
         faulthandler.enable(self._stacks)
 
@@ -195,12 +195,12 @@ class HeartbeatThread(threading.Thread):
                 self._write_stacks()
                 flight = _flight_recorder()
                 if flight is not None:
-                    self._path("flight.json").write_text(json.dumps(flight))
+                    write(self._path("flight.json"), json.dumps(flight))
         return True
 
     def _signal_stall(self) -> None:
         with suppress(OSError):
-            (self.folder / STALL_FILE).touch()
+            touch(self.folder / STALL_FILE)
 
     def _write_heartbeat(self) -> None:
         with suppress(OSError):  # a full disk must not end this thread

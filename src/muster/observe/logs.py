@@ -7,12 +7,13 @@ import os
 import sys
 from pathlib import Path
 
+from muster.writing import make_folder, open_own
+
 
 def log_to_file(folder: Path, rank: int) -> None:
     """Redirect stdout and stderr to `ranks/<rank>.log`: logging, prints, and output of native code."""
     path = folder / "ranks" / f"{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = path.open("a", buffering=1)
+    file = open_own(make_folder(path.parent) / path.name, buffering=1)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(file.fileno(), sys.stdout.fileno())

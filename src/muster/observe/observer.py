@@ -23,6 +23,7 @@ from muster.observe.results import STOP_FILE
 from muster.observe.scores import rates
 from muster.observe.trackers.base import Status
 from muster.observe.trackers.trackers import Trackers
+from muster.writing import make_folder, open_own, write
 
 SCORING_EVERY_S = 5.0
 
@@ -216,13 +217,11 @@ class Observer:
 
 def _append(path: Path, start: int) -> IO[str]:
     """Open for appending, without the lines of steps after `start`, which will be repeated."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     if path.exists():
         kept = [line for line in path.read_text().splitlines() if _is_before(line, start)]
-        temporary = path.with_name(f".{path.name}")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        temporary.replace(path)
-    return path.open("a")
+        write(path, "".join(f"{line}\n" for line in kept))
+    return open_own(path)
 
 
 def _is_before(line: str, start: int) -> bool:

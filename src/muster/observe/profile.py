@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from muster.observe import heartbeat, trace
 from muster.observe.observer import Ranks
 from muster.observe.profile_page import FOLDER, page
-from muster.observe.results import write_json
+from muster.writing import make_folder, write, write_json
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -128,7 +128,7 @@ class Profile:
     def _write(self) -> dict[str, Any]:
         assert self._profiler is not None
         self._profiler.stop()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         path = self.folder / f"rank-{self.rank}.json.gz"
         plain, packed = path.with_name(f".rank-{self.rank}.json"), path.with_name(f".{path.name}")
         try:
@@ -172,9 +172,7 @@ class Profile:
             if int(path.name.removeprefix("rank-").split(".")[0]) >= len(found):
                 path.unlink()
         write_json(self.folder / "summary.json", summary)
-        text = self.folder / ".summary.txt"
-        text.write_text(page(summary))
-        text.replace(self.folder / "summary.txt")
+        write(self.folder / "summary.txt", page(summary))
 
     def _guarded(self, what: str, action: Callable[[], Result]) -> Result | None:
         try:

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from muster.writing import write_json as write_json
+
 MANIFEST = "manifest.json"  # of a checkpoint, written last
 STOP_FILE = "stop-requested"  # its presence asks the run to save and end
-ABANDONED_S = 60.0  # since a temporary file was written
 AUDIO_FOLDER = "mistakes"  # the clips of the worst mistakes: <id>.flac
 
 
@@ -42,26 +42,6 @@ def read_last(path: Path) -> dict[str, Any]:
             if isinstance(found := json.loads(line), dict):
                 return found
     return {}
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Atomically: readers never see a partial file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(document, indent=2) + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Those of processes that were killed while they wrote; of younger ones the writer may be alive."""
-    for path in folder.glob(".*.json.*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > ABANDONED_S:
-                path.unlink()
 
 
 def step_of(folder: Path) -> int:

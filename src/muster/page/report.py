@@ -6,10 +6,8 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from muster.page.document import Document
 from muster.page.examples import audio_file
 from muster.page.read import RunFacts
 from muster.run_directory import ENDED, Run
+from muster.writing import make_folder
+from muster.writing import write as write_file
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +44,9 @@ def write(runs: Sequence[Path], file: Path) -> None:
         "comparisons": [compare_runs(runs[0], other) for other in runs[1:]],
         "audio": recordings(runs, documents),
     }
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(render(content), "utf-8", "replace")  # a path may be no text
-        os.replace(temporary, file)
+        write_file(make_folder(file.parent) / file.name, render(content))
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise MusterError(f"{file}: the report cannot be written: {error.strerror}") from None
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
@@ -30,6 +29,7 @@ from muster.planner.profile import FEW, MORE, ExecutionMode, Profile
 from muster.planner.subject import Subject, layout_of, signature
 from muster.planner.trace import Trace, TracePoint
 from muster.recipe.distributed import TensorOptions
+from muster.writing import make_folder, write
 
 MAX_BYTES = 64 * 2**20  # of all files
 IRRELEVANT: Any = {  # parts of a recipe that tasks and models do not read, or that `mode` has
@@ -66,15 +66,10 @@ class Recordings:
     def save(self, key: str, profile: Profile) -> None:
         """Atomically; not at all where the folder cannot be written to."""
         path = self._path(key)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(_to_document(profile), separators=(",", ":")))
-            os.replace(temporary, path)
+        with contextlib.suppress(OSError):
+            make_folder(self.folder)
+            write(path, json.dumps(_to_document(profile), separators=(",", ":")))
             self._remove_oldest()
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"

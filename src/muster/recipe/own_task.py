@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.recipe.schema import Recipe
+from muster.writing import make_folder, write
 
 FOLDER = "task"  # of a run directory
 
@@ -112,10 +112,8 @@ def adopt(recipe: Recipe, run: Path) -> tuple[Recipe, dict[str, Any] | None]:
     copy = (run / FOLDER / Path(own.place).name).absolute()
     if Path(own.place) == copy:
         return recipe, None
-    copy.parent.mkdir(exist_ok=True)
-    temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
-    shutil.copyfile(own.place, temporary)
-    os.replace(temporary, copy)  # other ranks may be reading it
+    make_folder(copy.parent)
+    write(copy, Path(own.place).read_bytes())  # atomically: other ranks may be reading it
     return _with_task(recipe, f"{copy}:{own.name}"), record
 
 

@@ -154,6 +154,11 @@ class Evaluation(Section):
 
 class Logging(Section):
     dir: str = free("runs", description="Folder for run directories.")
+    mode: Literal["private", "group", "umask"] = free(
+        "private",
+        description="Who may read a run directory: `private` only you (0700, files 0600), `group` your group too "
+        "(0750, 0640), `umask` whom the umask of the process that starts it lets.",
+    )
     to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"] | OwnTrackerName] = free(
         ["tensorboard"],
         description="Trackers that show the metrics elsewhere; your own is `FILE.py:CLASS` or "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -32,6 +31,7 @@ from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
 from muster.training.checkpoint_reader import METADATA, CheckpointReader
 from muster.training.manifest import FORMAT, Saved, file_entry, read_manifest, verify
+from muster.writing import make_folder, write
 
 if TYPE_CHECKING:
     from muster.training.mirror import Mirror
@@ -127,7 +127,7 @@ class Checkpoints:
         self._check_space(state)
         if self.mesh.first:
             shutil.rmtree(folder, ignore_errors=True)  # of an interrupted save
-            folder.mkdir(parents=True)
+            make_folder(folder)
         self.mesh.barrier()
         stager = DefaultStager(
             StagingOptions(
@@ -175,7 +175,7 @@ class Checkpoints:
         needed = sum(
             t.numel() * t.element_size() for t in tree_leaves(state) if isinstance(t, torch.Tensor)
         )
-        self.root.mkdir(parents=True, exist_ok=True)
+        make_folder(self.root)
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise CheckpointError(
@@ -219,7 +219,7 @@ class Checkpoints:
 
     def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
-            (folder / name).write_text(json.dumps(document))
+            write(folder / name, json.dumps(document))
             files[name] = file_entry(folder / name)
         files[METADATA] = file_entry(folder / METADATA)
         manifest = {
@@ -229,12 +229,7 @@ class Checkpoints:
             "time": time.time(),
             "files": files,
         }
-        temporary = folder / f".{MANIFEST}"
-        with temporary.open("w") as file:
-            json.dump(manifest, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / MANIFEST)
+        write(folder / MANIFEST, json.dumps(manifest, indent=1), sync=True)
 
     def _prune(self, step: int, best: int | None) -> None:
         """Keep the newest complete checkpoint up to `step`, the newest `keep` of those that were due, and the

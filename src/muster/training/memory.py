@@ -25,12 +25,12 @@ import torch
 from muster.errors import MemoryLimitError, MusterError, StartAgain
 from muster.observe.events import write_event
 from muster.observe.memory import budget, largest, out_of_memory, wanted
-from muster.observe.results import write_json
 from muster.parallel.engine import TorchEngine
 from muster.parallel.mesh import Mesh
 from muster.parallel.optimizers.facts import ZERO_OPTIMIZERS
 from muster.recipe.batch import BatchSizes
 from muster.training.job import Job
+from muster.writing import write_json
 
 log = logging.getLogger(__name__)
 

@@ -42,6 +42,7 @@ from muster.training.job import Job
 from muster.training.loop import train
 from muster.worker.prepare import open_task, prepare
 from muster.worker.results import finish
+from muster.writing import keep_to
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def connect_ranks(
     path, first = Path(told[0]), told[1]
     recipe = settle_as(recipe, first)
     _check_agreement(recipe, path, mesh)
+    keep_to(path)
     return mesh, run_directory.Run(path), recipe
 
 
@@ -170,6 +172,7 @@ def main(folder: str) -> None:
     """`python -m muster.worker RUN`. It exits without cleanup: all results are on disk by then,
     other ranks may still be in a collective, and destructors can wait for them."""
     run, rank_info, code = run_directory.Run(Path(folder)), cluster.detect(os.environ), 0
+    keep_to(run.path)
     listen_for_stop(rank_info)
     try:
         claim = None if supervised() or rank_info.rank > 0 else run.claim()

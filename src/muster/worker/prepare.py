@@ -21,7 +21,6 @@ from muster.hardware import cpus, rehearsal
 from muster.hardware.environment import data_workers
 from muster.observe.choices import read_choices, write_choices
 from muster.observe.profile import Profile
-from muster.observe.results import write_json
 from muster.parallel import compilation
 from muster.parallel.apply import apply
 from muster.parallel.compilation import CompilationError
@@ -50,6 +49,7 @@ from muster.training.trial import try_task
 from muster.urls import is_remote
 from muster.worker.observer import make_observer
 from muster.worker.results import write_data, write_plan
+from muster.writing import write_json
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ from muster.data.text.arrangement import Arrangement, Packing, arrange
 from muster.data.text.documents import Document, count_rows, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
+from muster.writing import write
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +169,7 @@ class PackedSource:
         except (OSError, ValueError, TypeError):
             found = text_overlap(mine.as_documents(), theirs.as_documents(), mine.bytes_per_token)
         with contextlib.suppress(OSError):
-            temporary = saved.with_name(f".{saved.name}.{os.getpid()}")
-            temporary.write_text(json.dumps(vars(found)))
-            os.replace(temporary, saved)
+            write(saved, json.dumps(vars(found)))
         return [found]
 
     def account(self) -> list[FileAccount]:

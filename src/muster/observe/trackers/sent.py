@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.observe.results import write_json
+from muster.writing import write_json
 
 if TYPE_CHECKING:
     from muster.observe.trackers.sender import Point
