@@ -6,7 +6,8 @@
 What happens, and when, follows from the seed. Sampled are the memory, file handles and threads of ranks and
 supervisor, the files in the run directory and the time per step; a table says which of them grow. In the end
 the same recipe trains as many steps undisturbed: all losses and gradient norms must be the same numbers. The
-exit code is 0 where they are, every start went on and nothing grows.
+exit code is 0 where they are, every start went on and nothing grows. The wall time per step counts only with
+--alone: other programs on this machine change it.
 
 The run directory is on a small tmpfs of a mount namespace of its own, which is then filled (`unshare`; no root
 is needed where users may make namespaces). Elsewhere the ranks' files may not grow for a while
@@ -236,7 +237,7 @@ def compare(disturbed: Run, reference: Run) -> list[str]:
     return problems
 
 
-def soak(hours: float, seed: int, folder: Path, *, mounted: bool) -> int:
+def soak(hours: float, seed: int, folder: Path, *, mounted: bool, alone: bool) -> int:
     storm = Soak(folder, seed, mounted=mounted)
     storm.say(f"seed {seed}; {folder}; {'a small tmpfs' if mounted else 'RLIMIT_FSIZE'} starves it")
     problems: list[str] = []
@@ -254,7 +255,7 @@ def soak(hours: float, seed: int, folder: Path, *, mounted: bool) -> int:
             problems += [
                 f"{title}: {found.measure.name} grows"
                 for found in verdicts
-                if found.samples and not found.flat
+                if found.samples and not found.flat and (alone or not found.measure.alone)
             ]
         print(f"\n{len(lines):,} steps, {sum(storm.counts.values())} disturbances:")
         print("\n".join(f"  {n:4} × {name}" for name, n in sorted(storm.counts.items())))
@@ -300,16 +301,18 @@ def main() -> int:
     parser.add_argument("hours", type=float)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="for its files; a new temporary one")
+    parser.add_argument("--alone", action="store_true", help="nothing else uses this machine")
     parser.add_argument("--mounted", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     folder = (asked.folder or Path(tempfile.mkdtemp(prefix="soak-"))).resolve()
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     if not asked.mounted:
         words = [__file__, str(asked.hours), "--seed", str(asked.seed), "--folder", str(folder)]
+        words += ["--alone"] if asked.alone else []
         code = in_namespace([*words, "--mounted"], folder, int((256 + 256 * asked.hours) * MIB))
         if code is not None:
             return code
-    return soak(asked.hours, asked.seed, folder, mounted=asked.mounted)
+    return soak(asked.hours, asked.seed, folder, mounted=asked.mounted, alone=asked.alone)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from muster.run_directory import Run
 WARM_S = 30.0  # after its start a process still grows
 SAMPLES = 40  # of the time per step, at least
 STEPS = 50  # whose tenth percentile is one of them: other programs only add to it
+CPU_S = 10.0  # over which the CPU time per step is taken
 SURE = 3.0  # standard errors: less is noise
 
 
@@ -29,6 +30,7 @@ class Measure:
     unit: str
     relative: float
     absolute: float
+    alone: bool = False  # counts only where nothing else uses the machine
 
 
 MEASURES = (
@@ -39,7 +41,8 @@ MEASURES = (
     Measure("threads of a rank", "", 0.0, 2.0),
     Measure("threads of the supervisor", "", 0.0, 2.0),
     Measure("files in the run directory", "", 0.0, 6.0),
-    Measure("time per step", "ms", 0.2, 0.5),
+    Measure("CPU time per step of a rank", "ms", 0.1, 0.5),
+    Measure("time per step", "ms", 0.2, 0.5, alone=True),
 )
 
 
@@ -105,6 +108,7 @@ class Sampler:
     def __init__(self, run: Run, warm_s: float) -> None:
         self.run, self.warm_s = run, warm_s
         self.series = {measure.name: Series() for measure in MEASURES}
+        self._computed: dict[object, tuple[float, float, int]] = {}  # when, CPU seconds, step
 
     def sample(self, now: float) -> None:
         with suppress(psutil.Error):
@@ -112,6 +116,7 @@ class Sampler:
             self._process("the supervisor", supervisor, now)
             for rank in ranks_of(self.run):
                 self._process("a rank", rank, now)
+                self._cpu(rank, now)
 
     def sample_files(self, now: float) -> None:
         """While all ranks train: what a start writes is there by then."""
@@ -130,6 +135,19 @@ class Sampler:
             self.series[f"memory of {who}"].add(life, now, memory)
             self.series[f"threads of {who}"].add(life, now, threads)
             self.series[f"file handles of {who}"].add(life, now, files)
+
+    def _cpu(self, rank: psutil.Process, now: float) -> None:
+        with suppress(psutil.Error):
+            life, used = (rank.pid, rank.create_time()), rank.cpu_times()
+            step = int(self.run.last_metrics().get("step", 0))
+            if now - life[1] < self.warm_s:
+                return
+            seconds = used.user + used.system
+            began, before, first = self._computed.setdefault(life, (now, seconds, step))
+            if now - began >= min(CPU_S, self.warm_s) and step > first:
+                taken = 1e3 * (seconds - before) / (step - first)
+                self.series["CPU time per step of a rank"].add(life, now, taken)
+                self._computed[life] = (now, seconds, step)
 
     def add_steps(self, lines: Iterable[Mapping[str, float]]) -> None:
         """The lines of metrics.jsonl, in their order."""
@@ -172,7 +190,7 @@ def table(title: str, verdicts: Iterable[Verdict]) -> list[str]:
                 f"{found.mean:.4g}{unit}",
                 f"{found.per_hour:+.3g}{unit}",
                 f"{found.growth:+.3g}{unit}",
-                "flat" if found.flat else "not sampled" if not found.samples else "GROWS",
+                "flat" if found.flat else "not sampled" if not found.samples else "grows",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -82,7 +82,9 @@ def temporary(path: Path) -> Iterator[Path]:
     try:
         yield part
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = error.filename or str(path)  # a write does not say where it failed
         with suppress(OSError):
             part.unlink()
         raise

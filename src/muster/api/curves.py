@@ -8,6 +8,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from muster.observe.drawing import FAINT, INK, figure_for, plain_axes
+from muster.observe.results import stream_lines
 from muster.observe.scores import main_score, score_words
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ SMOOTH_FROM = 100  # points
 def as_html(run: Run) -> str:
     """Its name and state, scores, and plots of the loss and of each evaluated split's score."""
     scored = [event for event in run.events() if event["event"] == "evaluation"]
-    loss = [(row["step"], row["loss"]) for row in run.metrics() if row["loss"] is not None]
+    loss = [
+        (row["step"], row["loss"])
+        for row in stream_lines(run.path / "metrics.jsonl")
+        if row["loss"] is not None
+    ]
     words = [f"<b>{html.escape(run.name)}</b>: {run.state}"]
     if run.last:
         words.append(f"step {run.last['step']}")

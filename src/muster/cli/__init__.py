@@ -28,6 +28,7 @@ from muster.cli import (
 from muster.cli.common import console, print_error
 from muster.errors import MusterError
 from muster.launch.cluster import own_arguments
+from muster.observe import storage
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,6 +62,12 @@ def main() -> None:
         app(own_arguments(sys.argv[1:]))
     except MusterError as error:
         print_error(str(error))
+        sys.exit(2)
+    except OSError as error:
+        words = storage.command_words(error)
+        if words is None:
+            raise
+        print_error(words)
         sys.exit(2)
 
 

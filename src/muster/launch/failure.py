@@ -16,6 +16,7 @@ from typing import Any
 from muster.diagnose import hang
 from muster.diagnose.explain import cause_and_cure
 from muster.errors import AGAIN
+from muster.observe import storage
 
 ABORT = "SIGABRT"  # how gloo and NCCL's watchdog end ranks whose peers are gone: rarely the cause
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -36,6 +37,9 @@ def collect(folder: Path, exit_codes: Mapping[int, int], world: int, oom_kills: 
         if signal != ABORT:
             return _killed(folder, rank, exit_codes[rank], signal, oom_kills)
     errors = _error_reports(folder)
+    if not errors and (words := storage.problem(folder)):  # no rank could write a report
+        rank, code = next(iter(exit_codes.items()), (0, 1))
+        return _failure(rank, code, words, None, None)
     if errors and errors[0]["expected"]:
         return _from_error(errors[0])
     found = hang.analyse(folder, world)  # None where a rank raised an error of its own

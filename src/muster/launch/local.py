@@ -28,6 +28,7 @@ from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
 from muster.launch.signed_store import SignedStore, unverified
 from muster.launch.standby import Standby, wait_for_order
+from muster.observe import storage
 from muster.observe.events import last_step, write_event
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps
@@ -89,6 +90,7 @@ class Supervisor:
         secret = self._secret()
         self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s, secret)
         if self.is_master:
+            storage.reserve(self.run.path)
             self.run.keep_alive()
             self.nodes.publish(path=str(self.run.path.resolve()))
         self._set_environment()
@@ -98,6 +100,7 @@ class Supervisor:
         finally:
             if self.is_master:
                 run_secret.remove(self.run.path)
+                storage.give_back(self.run.path)
 
     def _secret(self) -> bytes:
         """Other nodes read it from the run directory."""
@@ -152,7 +155,7 @@ class Supervisor:
         if self._should_restart(worst):
             return {"again": True}
         if self.is_master:
-            self.run.update(state="failed", failure=worst, ended=time.time(), exit_code=1)
+            end_failed(self.run, worst)
         else:
             write_json(self.run.path / f"node-{self.node.rank}.json", worst)
         return {"again": False, "exit_code": 1, "failure": worst}
@@ -331,6 +334,8 @@ def _guarded(run: Run, ranks: int, node: Node) -> int:
     except Exception as error:
         from muster.launch import failure
 
+        if isinstance(error, OSError) and (words := storage.problem_words(error, run.path)):
+            error = LaunchError(words)
         expected = isinstance(error, MusterError)
         if expected:
             log.error("%s", error)
@@ -338,10 +343,19 @@ def _guarded(run: Run, ranks: int, node: Node) -> int:
             log.exception("the launcher itself failed")
         found = failure.of_launcher(error, expected)
         if node.rank == 0:
-            run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
+            end_failed(run, found)
         else:
-            write_json(run.path / f"node-{node.rank}.json", found)
+            storage.insist(run.path, lambda: write_json(run.path / f"node-{node.rank}.json", found))
         return 1
+
+
+def end_failed(run: Run, failure: dict[str, Any]) -> None:
+    """Write how the run failed, if there is any way to: without it, the run counts as interrupted."""
+    changes = {"state": "failed", "failure": failure, "ended": time.time(), "exit_code": 1}
+    try:
+        storage.insist(run.path, lambda: run.update(**changes))
+    except OSError as error:
+        log.error("%s", storage.problem_words(error, run.path) or error)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@ and error reports."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -23,6 +22,7 @@ from muster.hardware import affinity, environment, inventory, network
 from muster.hardware.cpus import asked_threads
 from muster.launch import cluster, failure
 from muster.launch.cluster import RankInfo
+from muster.observe import storage
 from muster.writing import write_json
 
 log = logging.getLogger(__name__)
@@ -88,11 +88,8 @@ def record_error(folder: Path, rank: int, error: BaseException) -> None:
         return
     error.recorded = True  # type: ignore[attr-defined]
     expected, message = isinstance(error, MusterError), str(error)
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        expected, message = (
-            True,
-            f"the disk that holds {folder} is full; free some space and resume",
-        )
+    if isinstance(error, OSError) and (words := storage.problem_words(error, folder)):
+        expected, message = True, words
     log.error("%s", message if expected else traceback.format_exc())
     document = {
         "rank": rank,
@@ -104,8 +101,8 @@ def record_error(folder: Path, rank: int, error: BaseException) -> None:
     }
     try:
         write_json(folder / "ranks" / f"{rank}.error.json", document)
-    except OSError:
-        log.error("the error report could not be written: the disk is full")
+    except OSError as problem:
+        log.error("the error report could not be written: %s", problem.strerror)
 
 
 def exit_without_cleanup(code: int) -> NoReturn:

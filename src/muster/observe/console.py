@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 PLAIN_EVERY_S = 10.0
+LATEST = 256 * 1024  # bytes of metrics.jsonl: hundreds of steps
 RECENT_STEPS = 50  # whose median says how long the rest takes
 ACTIVE = ("queued", "starting", "running")
 
@@ -36,8 +37,9 @@ class Tail:
     """New complete lines of a .jsonl file since the last call; starts over when the file is replaced, as
     it is when a run resumes from a checkpoint. Skips a line that a full disk truncated."""
 
-    def __init__(self, path: Path, *, from_end: bool = False) -> None:
-        self.path, self.offset, self.inode = path, 0, 0
+    def __init__(self, path: Path, *, from_end: bool = False, most: int | None = None) -> None:
+        """`most`: bytes of the end of a file that is read for the first time."""
+        self.path, self.offset, self.inode, self.most = path, 0, 0, most
         if from_end and path.exists():
             found = path.stat()
             self.offset, self.inode = found.st_size, found.st_ino
@@ -51,6 +53,9 @@ class Tail:
             found = os.fstat(file.fileno())
             if found.st_ino != self.inode or found.st_size < self.offset:
                 self.inode, self.offset = found.st_ino, 0
+                if self.most is not None and found.st_size > self.most:
+                    file.seek(found.st_size - self.most)
+                    self.offset = found.st_size - self.most + len(file.readline())
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -100,7 +105,8 @@ def follow(
 ) -> str:
     """Show the run until it ends; returns its last state. Ctrl-C reaches the caller. With `ranks`,
     rank 0's log and the state of every rank, too. `events` are those to come, all by default."""
-    metrics, events = Tail(folder / "metrics.jsonl"), events or Tail(folder / EVENTS_FILE)
+    metrics = Tail(folder / "metrics.jsonl", most=LATEST)
+    events = events or Tail(folder / EVENTS_FILE)
     # The last step; a run that starts again repeats those after its checkpoint.
     shown: float = math.inf
     log, begun = Log(folder / "ranks" / "0.log", 2048 if ranks else 0), False

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -21,9 +22,9 @@ from muster.observe.events import write_event
 from muster.observe.prometheus import Exporter
 from muster.observe.results import STOP_FILE
 from muster.observe.scores import rates
+from muster.observe.step_lines import RankLines, append_after
 from muster.observe.trackers.base import Status
 from muster.observe.trackers.trackers import Trackers
-from muster.writing import make_folder, open_own, write
 
 SCORING_EVERY_S = 5.0
 
@@ -106,18 +107,19 @@ class Observer:
         *,
         every_steps: int,
         start: int,
+        world: int = 1,
         trackers: Trackers | None = None,
     ) -> None:
         self.folder, self.rank, self.every_steps = folder, rank, every_steps
         self.balance = Balance()
         self._pending: list[RankTimes] = []
         self._fresh = True
-        self._ranks = _append(folder / "ranks" / f"{rank}.jsonl", start)
+        self._ranks = RankLines(folder / "ranks" / f"{rank}.jsonl", start, rank, world)
         self._metrics: IO[str] | None = None
         self._trackers = trackers
         self.exporter: Exporter | None = None  # on one rank of each node, if asked for
         if rank == 0:
-            self._metrics = _append(folder / "metrics.jsonl", start)
+            self._metrics = append_after(folder / "metrics.jsonl", start)
 
     def step(self, record: StepRecord, ranks: Ranks) -> None:
         """A step's lines; with the others, at intervals."""
@@ -137,8 +139,7 @@ class Observer:
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))
         times["memory_gib"] = line["memory_gib"]
-        self._ranks.write(json.dumps({"step": record.step, **times}) + "\n")
-        self._ranks.flush()  # `muster watch` shows it
+        self._ranks.write({"step": record.step, **times})
         if self._fresh:
             self._fresh = False
         elif not record.profiled:
@@ -207,25 +208,14 @@ class Observer:
         if self._trackers:
             self._trackers.close(status)
 
+    def keep_lines(self) -> None:
+        """Of a rank that fails: what is not yet in its file."""
+        with suppress(OSError):  # the disk may be full
+            self._ranks.flush()
+
     def close(self) -> None:
         self._ranks.close()
         if self._metrics:
             self._metrics.close()
         if self.exporter:
             self.exporter.close()
-
-
-def _append(path: Path, start: int) -> IO[str]:
-    """Open for appending, without the lines of steps after `start`, which will be repeated."""
-    make_folder(path.parent)
-    if path.exists():
-        kept = [line for line in path.read_text().splitlines() if _is_before(line, start)]
-        write(path, "".join(f"{line}\n" for line in kept))
-    return open_own(path)
-
-
-def _is_before(line: str, start: int) -> bool:
-    try:
-        return bool(json.loads(line)["step"] <= start)
-    except (ValueError, KeyError):  # a line cut short when its process was killed
-        return False

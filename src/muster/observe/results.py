@@ -6,8 +6,9 @@ import json
 import os
 import re
 import statistics
+from array import array
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ AUDIO_FOLDER = "mistakes"  # the clips of the worst mistakes: <id>.flac
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a .jsonl file; a last line still being written is left for later."""
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return list(stream_lines(path))
+
+
+def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The same, one at a time: a long run's metrics are larger than what a machine likes to hold."""
+    with suppress(FileNotFoundError), path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def read_last(path: Path) -> dict[str, Any]:
@@ -84,35 +89,72 @@ def best_step(root: Path) -> int | None:
     return step if step is not None and (root / f"step-{step}" / MANIFEST).is_file() else None
 
 
-def summarise_metrics(lines: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise_metrics(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Totals over all steps of the run, restarts included. Speed is that of steps without a profiler,
     unless there are no others."""
-    if not lines:
-        return {
-            "steps": 0,
-            "skipped_steps": 0,
-            "final_loss": None,
-            "epochs": [],
-            "throughput": {"samples_per_s": 0.0},
-            "measured": {"step_time_s": 0.0, "median_step_time_s": 0.0, "memory_gib": 0.0},
-        }
-    epochs: dict[int, float] = defaultdict(float)
+    totals = _Totals()
     for line in lines:
-        epochs[line["epoch"]] += line["step_time_s"]
-    timed = [line for line in lines if not line.get("profiled")] or lines
-    seconds = sum(line["step_time_s"] for line in timed)
-    throughput = {"samples_per_s": sum(line["samples"] for line in timed) / seconds}
-    for name in [key for key in lines[-1] if key.endswith("_per_s") and key != "samples_per_s"]:
-        throughput[name] = sum(line[name] * line["step_time_s"] for line in timed) / seconds
-    return {
-        "steps": lines[-1]["step"],
-        "skipped_steps": sum(bool(line.get("skipped")) for line in lines),
-        "final_loss": lines[-1]["loss"],
-        "epochs": [{"epoch": e, "time_s": t} for e, t in sorted(epochs.items())],
-        "throughput": throughput,
-        "measured": {
-            "step_time_s": seconds / len(timed),
-            "median_step_time_s": statistics.median(line["step_time_s"] for line in timed),
-            "memory_gib": max(line["memory_gib"] for line in lines),
-        },
-    }
+        totals.add(line)
+    return totals.summary()
+
+
+class _Sums:
+    """Over the steps whose speed counts."""
+
+    def __init__(self) -> None:
+        self.taken = array("d")  # seconds, of each
+        self.samples = 0
+        self.amounts: dict[str, float] = defaultdict(float)
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.taken.append(line["step_time_s"])
+        self.samples += line["samples"]
+        for name, value in line.items():
+            if name.endswith("_per_s") and name != "samples_per_s":
+                self.amounts[name] += value * line["step_time_s"]
+
+
+class _Totals:
+    """One line after the other: of each, only its step time is kept."""
+
+    def __init__(self) -> None:
+        self.last: Mapping[str, Any] | None = None
+        self.epochs: dict[int, float] = defaultdict(float)
+        self.skipped, self.memory_gib = 0, 0.0
+        self.timed, self.profiled = _Sums(), _Sums()
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self.last = line
+        self.epochs[line["epoch"]] += line["step_time_s"]
+        self.skipped += bool(line.get("skipped"))
+        self.memory_gib = max(self.memory_gib, line["memory_gib"])
+        (self.profiled if line.get("profiled") else self.timed).add(line)
+
+    def summary(self) -> dict[str, Any]:
+        if self.last is None:
+            return {
+                "steps": 0,
+                "skipped_steps": 0,
+                "final_loss": None,
+                "epochs": [],
+                "throughput": {"samples_per_s": 0.0},
+                "measured": {"step_time_s": 0.0, "median_step_time_s": 0.0, "memory_gib": 0.0},
+            }
+        sums = self.timed if self.timed.taken else self.profiled
+        seconds = sum(sums.taken)
+        throughput = {"samples_per_s": sums.samples / seconds}
+        for name in self.last:
+            if name in sums.amounts:
+                throughput[name] = sums.amounts[name] / seconds
+        return {
+            "steps": self.last["step"],
+            "skipped_steps": self.skipped,
+            "final_loss": self.last["loss"],
+            "epochs": [{"epoch": e, "time_s": t} for e, t in sorted(self.epochs.items())],
+            "throughput": throughput,
+            "measured": {
+                "step_time_s": seconds / len(sums.taken),
+                "median_step_time_s": statistics.median(sums.taken),
+                "memory_gib": self.memory_gib,
+            },
+        }

@@ -16,6 +16,7 @@ from typing import Any
 
 BLOCK = 512  # bytes of a sample: a line or two
 TAIL = 16 * 1024  # and of the end, which is read whole
+CHUNK = 8 * 2**20  # bytes that are read at a time
 
 
 class Growing:
@@ -35,8 +36,9 @@ class Growing:
         return found.st_size if self._replaced(found) else found.st_size - self.offset
 
     def read(self, samples: int | None = None) -> tuple[bool, bytes]:
-        """Whether the file is another one than before, and its new whole lines. With `samples`, only of so
-        many places evenly spread over what is new, and of its end."""
+        """Whether the file is another one than before, and its new whole lines: those of at most `CHUNK`,
+        and none once all are read. With `samples`, only of so many places evenly spread over what is new,
+        and of its end."""
         try:
             file = self.path.open("rb")
         except OSError:
@@ -47,10 +49,19 @@ class Growing:
                 self.inode, self.offset = found.st_ino, 0
             if samples is None or found.st_size - self.offset <= samples * BLOCK + TAIL:
                 file.seek(self.offset)
-                whole = _whole_lines(file.read())
+                whole = _whole_lines(file.read(CHUNK))
                 self.offset += len(whole)
                 return fresh, whole
             return fresh, b"".join(self._sample(file.fileno(), found.st_size, samples))
+
+    def chunks(self) -> Iterator[tuple[bool, bytes]]:
+        """`read` until all is read; a file that is another one and empty is one chunk."""
+        while True:
+            fresh, text = self.read()
+            if fresh or text:
+                yield fresh, text
+            if not text:
+                return
 
     def _replaced(self, found: os.stat_result) -> bool:
         return found.st_ino != self.inode or found.st_size < self.offset

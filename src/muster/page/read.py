@@ -77,9 +77,9 @@ class RunFacts:
         for document in (self._info, self._recipe, self._plan, self._results):
             document.refresh()
         self.state = self.run.state()
-        fresh, text = self._events.read()
-        self.events = [] if fresh else self.events
-        self.events += [event for event in documents(text) if "event" in event and "time" in event]
+        for fresh, text in self._events.chunks():
+            self.events = [] if fresh else self.events
+            self.events += [e for e in documents(text) if "event" in e and "time" in e]
         self.last = read_last(path / "metrics.jsonl")
 
 
@@ -116,10 +116,10 @@ class RunFiles(RunFacts):
         super().refresh()
         self._environment.refresh()
         self._data.refresh()
-        fresh, text = self._metrics.read()
-        if fresh:
-            self.metrics.clear()
-        self.metrics.extend(parse(text))
+        for fresh, text in self._metrics.chunks():
+            if fresh:
+                self.metrics.clear()
+            self.metrics.extend(parse(text))
         self.times.refresh()
         self._read_heartbeats()
 

@@ -70,10 +70,15 @@ class RankTimes:
         return max((int(rows[-1, 0]) for rows in self.recent.values() if len(rows)), default=0)
 
     def computing(self, rank: int) -> float | None:
-        """Seconds per step over the whole run, waiting for others and for data left out."""
+        """Seconds per step over the whole run, waiting for others and for data left out. Of older steps not
+        all are read: each bin counts the same, and the last one by what it holds."""
         bins = self._bins.get(rank)
-        steps = 0 if bins is None else int(bins.counts.sum())
-        return None if bins is None or not steps else float(bins.sums[:, 0].sum()) / steps
+        if bins is None or not bins.counts.any():
+            return None
+        used = np.flatnonzero(bins.counts)
+        weights = np.full(len(used), float(bins.width))
+        weights[-1] = min(bins.width, bins.counts[used[-1]])
+        return float(np.average(bins.means()[used, 0], weights=weights))
 
     def heat(self, ranks: list[int]) -> Heat:
         last = self.last_step()

@@ -79,6 +79,7 @@ def run_rank(
         if not again:
             heartbeat.failed(error)
         if job is not None:
+            job.observer.keep_lines()
             job.observer.end_trackers("restarts" if again else "failed")
         raise
     finally:

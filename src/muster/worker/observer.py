@@ -19,7 +19,12 @@ def make_observer(recipe: Recipe, mesh: Mesh, run: run_directory.Run, step: int)
     if mesh.first:
         trackers = Trackers(options.to, run.path, recipe.as_dict(), step)
     observer = Observer(
-        run.path, mesh.rank, every_steps=options.every_steps, start=step, trackers=trackers
+        run.path,
+        mesh.rank,
+        every_steps=options.every_steps,
+        start=step,
+        world=mesh.world,
+        trackers=trackers,
     )
     if options.prometheus is not None:
         hosts = mesh.gather(os.uname().nodename)

@@ -27,6 +27,7 @@ from muster.observe.results import (
     best_step,
     complete_steps,
     read_lines,
+    stream_lines,
     summarise_metrics,
     write_json,
 )
@@ -217,7 +218,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     """The contents of training_results.json without the scores."""
     planned = json.loads((run.path / PLAN_FILE).read_text())
     environment = json.loads((run.path / "environment.json").read_text())
-    metrics = summarise_metrics(read_lines(run.path / "metrics.jsonl"))
+    metrics = summarise_metrics(stream_lines(run.path / "metrics.jsonl"))
     events = read_lines(run.path / EVENTS_FILE)
     saves = [event for event in events if event["event"] == "checkpoint"]
     whole = complete_steps(run.path)
