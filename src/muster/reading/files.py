@@ -32,6 +32,21 @@ def read_bytes(path: Path, most: int) -> bytes:
     return text
 
 
+def is_file(path: Path) -> bool:
+    """False too for a name that no file can have, such as one that is too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def read_text(path: Path, most: int) -> str:
     return decode(read_bytes(path, most), path)
 

@@ -36,4 +36,6 @@ def in_one_line(value: object, most: int = LONG) -> str:
     """A value for a sentence: on one line, printable, and cut where it is long."""
     text = str(value)
     text = " ".join(printable(text[: 4 * most]).split())
+    if not text.isprintable():  # marks without a shape of their own
+        text = "".join(character for character in text if character.isprintable())
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -9,7 +9,7 @@ LARGEST = (
     2**53
 )  # beyond, a float64 and most readers of JSON and YAML no longer have each whole number
 LONGEST = 64 * 2**10  # characters of one text
-MOST = 20_000  # values in all
+MOST = 10_000  # values in all
 DEEPEST = 32
 
 

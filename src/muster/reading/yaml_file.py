@@ -17,6 +17,7 @@ from muster.reading.text import in_one_line, printable
 from muster.reading.values import DEEPEST, MOST, first_problem
 
 MOST_BYTES = 2**20
+FEW_CHARACTERS = 2**14
 PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")
 }
@@ -66,7 +67,7 @@ def parse(text: str | bytes, where: object) -> Any:
         _check(text, where)
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise _refusal(error, where) from None
+        raise _refusal(_in_words(text) or error, where) from None
     except UnreadableError:
         raise
     except (ValueError, TypeError, OverflowError) as error:  # such as `!!int x`
@@ -121,6 +122,17 @@ def _check(text: str, where: object) -> None:
 
 def _refused(where: object, line: int, words: str) -> UnreadableError:
     return UnreadableError(f"{_name(where)}, line {line}: {words}")
+
+
+def _in_words(text: str) -> yaml.YAMLError | None:
+    """The same error in yaml's own words, which name the line better than libyaml's. Slow, so for short texts."""
+    if len(text) <= FEW_CHARACTERS:
+        try:
+            for _ in yaml.parse(text, yaml.SafeLoader):
+                pass
+        except yaml.YAMLError as error:
+            return error
+    return None
 
 
 def _refusal(error: yaml.YAMLError, where: object) -> UnreadableError:

@@ -164,11 +164,17 @@ def nearest(name: str) -> str | None:
     return known[best] if score(best) >= NEAR else None
 
 
+LISTED = "`muster recipe schema` lists them all"
+LONG = 200  # characters, more than any key has
+
+
 def instead(name: str, value: Any = None) -> str:
     """What to write in place of the unknown key `name`, which was given `value`."""
+    if len(name) > LONG:
+        return LISTED
     known = foreign.answer(name, {key.rpartition(".")[2]: key for key in keys()}, value)
     near = None if known else nearest(name)
-    return known or (f"nearest is {near}" if near else "`muster recipe schema` lists them all")
+    return known or (f"nearest is {near}" if near else LISTED)
 
 
 def mismatch(key: Key, value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from muster.reading.files import is_file
 from muster.recipe import aliases
 
 KEYS = ("training.steps", "training.epochs")
@@ -47,12 +48,12 @@ def of_file(path: Path, parse: Parse, shipped: Path) -> dict[str, Any]:
             found = _given(own)
         elif isinstance(layer, str):
             beside, among = path.parent / f"{layer}.yaml", shipped / f"{layer}.yaml"
-            file = beside if beside.is_file() else among
-            if file.is_file() and file != path:
+            file = beside if is_file(beside) else among
+            if is_file(file) and file != path:
                 found = of_file(file, parse, shipped)
         elif layer == {"training": layer.get("training")}:  # a group: its file fills the section
             file = path.parent / "training" / f"{layer['training']}.yaml"
-            found = _given({"training": parse(file)}) if file.is_file() else {}
+            found = _given({"training": parse(file)}) if is_file(file) else {}
         if found:
             return found
     return {}

@@ -10,8 +10,8 @@ because every rank reads its recipe and none of them composes.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
-import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +24,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from muster.errors import RecipeError
-from muster.recipe import aliases, length, own_task
-from muster.recipe.describe import closest, instead, keys, mismatch, to_yaml
-from muster.recipe.overrides import plain
+from muster.errors import RecipeError, UnreadableError
+from muster.reading import values, yaml_file
+from muster.reading.files import is_file, is_folder
+from muster.reading.text import in_one_line
+from muster.recipe import aliases, defaults, length, own_task, references
+from muster.recipe.describe import LISTED, closest, instead, keys, mismatch, to_yaml
+from muster.recipe.overrides import parse, plain
 from muster.recipe.recorded import as_recorded
 from muster.recipe.schema import Recipe
 from muster.recipe.training import unused_by
@@ -46,6 +49,9 @@ NEW_TO_HYDRA = (
 log = logging.getLogger(__name__)
 
 UNKNOWN = "no such key; "
+ANSWERED = 50  # unknown keys for which the nearest is sought
+LINES = 12  # keys that are told one by one
+SENTENCE = 600  # characters
 _composing = threading.Lock()  # Hydra keeps its state in a global
 
 
@@ -100,48 +106,47 @@ def _find(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if "/" not in name_or_path and path.suffix not in (".yaml", ".yml"):
         shipped = SHIPPED / f"{name_or_path}.yaml"
-        if shipped.is_file():
+        if is_file(shipped):
             return shipped
         names = [name for name, _ in list_recipes()]
         beside = Path(f"{name_or_path}.yaml")
-        near = str(beside) if beside.is_file() else closest(name_or_path, names)
+        near = str(beside) if is_file(beside) else closest(name_or_path, names)
         hint = f"; nearest is {near}" if near else ""
         raise RecipeError(
-            f"{name_or_path}: no such recipe{hint}; `muster recipe list` lists them, "
+            f"{in_one_line(name_or_path)}: no such recipe{hint}; `muster recipe list` lists them, "
             "and a file's name must end in .yaml"
         )
-    if path.is_dir():
-        raise RecipeError(f"{name_or_path}: is a folder, expected a recipe file that ends in .yaml")
-    if not path.is_file():
+    if is_folder(path):
+        raise RecipeError(
+            f"{in_one_line(name_or_path)}: is a folder, expected a recipe file that ends in .yaml"
+        )
+    if not is_file(path):
         near = closest(path.name, [other.name for other in path.parent.glob("*.yaml")])
         hint = f"; nearest is {path.parent / near}" if near else ""
-        raise RecipeError(f"{name_or_path}: no such file{hint}")
+        raise RecipeError(f"{in_one_line(name_or_path)}: no such file{hint}")
     if path.suffix != ".yaml":
-        raise RecipeError(f"{name_or_path}: a recipe's file name must end in .yaml; rename it")
+        raise RecipeError(
+            f"{in_one_line(name_or_path)}: a recipe's file name must end in .yaml; rename it"
+        )
     return path
 
 
 def _parse(path: Path) -> dict[Any, Any]:
     """The file as it stands, before any composition."""
     try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if node is None:
-            return {}
-        if not isinstance(node, yaml.MappingNode):
-            kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
-            raise RecipeError(f"{path}: holds {kind}, expected keys such as `training:`")
-        container = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except yaml.YAMLError as error:
-        _refuse_yaml(error, path)
-    except OmegaConfBaseException as error:
-        raise RecipeError(f"{error.full_key or path}: {_one_line(error)}") from None
+        found = yaml_file.read(path)
+    except UnreadableError as error:
+        raise RecipeError(str(error)) from None
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}") from None
-    assert isinstance(container, dict)
-    return container
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        kind = "a list" if isinstance(found, list) else "a single value"
+        raise RecipeError(f"{path}: holds {kind}, expected keys such as `training:`")
+    return found
 
 
 def _compose(path: Path) -> DictConfig:
@@ -151,7 +156,9 @@ def _compose(path: Path) -> DictConfig:
     own = _parse(path)
     if "hydra" in own:
         raise RecipeError("hydra: no such key; muster only uses Hydra to compose files")
-    if "defaults" in own or "${" in path.read_text(encoding="utf-8"):  # such as Hydra's ${now:%Y}
+    if "defaults" in own or references.any_in(own):  # such as Hydra's ${now:%Y}
+        for file in defaults.files_of(path, _parse, SHIPPED):  # Hydra reads them without any bounds
+            references.check(_parse(file))
         return _composed(path)
     config = OmegaConf.create(own)
     assert isinstance(config, DictConfig)
@@ -160,6 +167,8 @@ def _compose(path: Path) -> DictConfig:
 
 def _from_document(document: Mapping[str, Any]) -> DictConfig:
     """A dict's own keys, on top of the recipes that its `defaults` list names."""
+    if problem := values.first_problem(document):
+        raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
     own = plain(document)
     names = own.pop("defaults", [])
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -205,9 +214,13 @@ def _composed(path: Path) -> DictConfig:
             _refuse_missing(error, path)
         except RecursionError:
             raise RecipeError(f"{path}: its `defaults:` lead back to itself") from None
-        except yaml.YAMLError as error:
-            _refuse_yaml(error, path)
-        except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        except (
+            HydraException,
+            OmegaConfBaseException,
+            yaml.YAMLError,
+            ValueError,
+            OSError,
+        ) as error:
             raise RecipeError(f"{path}: cannot be composed: {_one_line(error)}") from None
         finally:
             GlobalHydra.instance().hydra = outer  # a new instance by now
@@ -219,7 +232,7 @@ def _composed(path: Path) -> DictConfig:
 def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
     given: dict[str, Any] = {}
     for text in overrides:
-        key, value, delete = _parse_override(text)
+        key, value, delete = parse(text)
         try:
             if delete:
                 aliases.delete(config, key)
@@ -239,37 +252,6 @@ def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
             aliases.delete(config, key)
 
 
-def _parse_override(text: str) -> tuple[str, Any, bool]:
-    """Key, value, and whether the key is to be deleted."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    shape = re.fullmatch(r"(~|\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", text, re.DOTALL)
-    if shape is None or (shape[1] != "~" and shape[3] is None):
-        raise RecipeError(
-            f"{text}: not an override, expected key=value, such as training.steps=100"
-        )
-    sign, key, raw = shape.groups()
-    if sign == "~":
-        return key, None, True
-    try:
-        override = OverridesParser.create().parse_override(f"++{key}={raw}")
-    except HydraException:
-        # Hydra refuses '=', '~', '#' and letters beyond ASCII outside quotes. A path may hold them,
-        # and what begins like text can only mean text.
-        if raw[:1] in ("[", "{", "'", '"') or "${" in raw:
-            raise RecipeError(
-                f"{key}: got {raw}, which has no end or no meaning; check its quotes and brackets"
-            ) from None
-        return key, raw, False
-    if override.is_sweep_override():
-        raise RecipeError(
-            f"{key}: got {raw}, which is several values, expected one: "
-            f"a list is [a,b], and text with a comma needs quotes"
-        )
-    return key, override.value(), False
-
-
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
@@ -279,11 +261,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _finish(config: DictConfig) -> Loaded:
+    found = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(found, dict)
+    references.check(found)
     try:
         document = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise RecipeError(f"{error.full_key or 'recipe'}: {_one_line(error)}") from None
     assert isinstance(document, dict)
+    if problem := values.first_problem(document):
+        raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
     plain: dict[str, Any] = {str(key): value for key, value in document.items()}
     renamed = aliases.translate(plain)
     for old, new in renamed.items():
@@ -296,7 +283,7 @@ def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
     only the key is taken from it; what was given and what would be right come from the schema."""
     required = [name for name, field in Recipe.model_fields.items() if field.is_required()]
     document = {**{name: {} for name in required}, **document}
-    problems = dict(_unseen(document, ""))
+    problems = dict(_unseen(document, "", itertools.count()))
     try:
         recipe = Recipe.model_validate(document)
         if not problems:
@@ -313,17 +300,30 @@ def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
             problems.setdefault(key or "recipe", message)
     older = {new: old for old, new in renamed.items()}
     (first, message), *rest = problems.items()
-    label = f"{older[first]} (now {first})" if first in older else first
-    # A recipe from elsewhere has many keys that are none: each is answered, on a line of its own.
-    told = [(key, words) for key, words in rest if words.startswith(UNKNOWN)]
+    label = f"{older[first]} (now {first})" if first in older else first or "''"
+    # A recipe from elsewhere has many keys that are none: what they are here is told, on a line of its own.
+    told = [(key, words) for key, words in rest if _of_another_trainer(words)][:LINES]
     rest = [one for one in rest if one not in told]
-    more = f" (and {len(rest)} more: {', '.join(key for key, _ in rest)})" if rest else ""
-    lines = [" ".join(f"{label}: {message}".split()) + more]
-    lines += [" ".join(f"{key}: {words}".split()) for key, words in told]
+    more = f" (and {_some(rest)})" if rest else ""
+    lines = [in_one_line(f"{label}: {message}", SENTENCE) + more]
+    lines += [in_one_line(f"{key}: {words}", SENTENCE) for key, words in told]
     raise RecipeError("\n".join(lines))
 
 
-def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _of_another_trainer(words: str) -> bool:
+    return words.startswith(UNKNOWN) and not words.startswith(
+        (UNKNOWN + LISTED, UNKNOWN + "nearest")
+    )
+
+
+def _some(problems: list[tuple[str, str]]) -> str:
+    keys = [in_one_line(key) for key, _ in problems]
+    return f"{len(keys)} more: {', '.join(keys[:LINES])}{', …' if len(keys) > LINES else ''}"
+
+
+def _unseen(
+    document: dict[Any, Any], prefix: str, answered: Iterator[int]
+) -> Iterator[tuple[str, str]]:
     """What pydantic does not see or not say well: unknown keys, gaps, and `true` for a number."""
     for name, value in document.items():
         dotted = f"{prefix}{name}"
@@ -333,11 +333,12 @@ def _unseen(document: dict[Any, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield dotted, f"a file nests its keys; write {leaf} under {section}"
         elif key is None:
             for leaf, given in _leaves(dotted, value):
-                yield leaf, f"{UNKNOWN}{instead(leaf, given)}"
+                known = next(answered) < ANSWERED  # to look for the nearest key takes a while
+                yield leaf, f"{UNKNOWN}{instead(leaf, given) if known else LISTED}"
         elif value == MISSING:
             yield dotted, f"has no value yet; give it: {dotted}=VALUE"
         elif key.is_section and isinstance(value, dict):
-            yield from _unseen(value, f"{dotted}.")
+            yield from _unseen(value, f"{dotted}.", answered)
         elif isinstance(value, bool) and "boolean" not in key.kinds:
             yield dotted, mismatch(key, value)
 
@@ -351,28 +352,17 @@ def _known(location: tuple[int | str, ...]) -> str:
     return ""
 
 
-def _refuse_yaml(error: yaml.YAMLError, path: Path) -> NoReturn:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or "cannot be read"
-    where = str(path)
-    if mark is not None:
-        file = mark.name if mark.name.endswith(".yaml") else str(path)
-        where = f"{file}, line {mark.line + 1}"
-    raise RecipeError(f"{where}: not valid YAML: {problem}") from None
-
-
 def _refuse_missing(error: Any, path: Path) -> NoReturn:
     missing = str(error.missing_cfg_file)
     names = [other.stem for other in path.parent.glob("*.yaml") if other != path]
     near = closest(missing, names + [name for name, _ in list_recipes()])
     hint = f"; nearest is {near}" if near else ""
     raise RecipeError(
-        f"{path}: its `defaults:` name {missing!r}, which is neither a file beside it "
+        f"{path}: its `defaults:` name {in_one_line(missing)!r}, which is neither a file beside it "
         f"nor a shipped recipe{hint}"
     ) from None
 
 
 def _one_line(error: BaseException) -> str:
     """OmegaConf's and Hydra's messages carry their context in further lines."""
-    text = str(error).split("full_key:")[0]
-    return " ".join(text.split())
+    return in_one_line(str(error).split("full_key:")[0], 400)

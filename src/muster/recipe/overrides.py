@@ -1,4 +1,4 @@
-"""Overrides given in Python, as the `key=value` texts that a command line has."""
+"""Overrides: what a `key=value` text of the command line sets, and those given in Python as such texts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,72 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import RecipeError
+from muster.reading.text import in_one_line
+from muster.reading.values import DEEPEST, LONGEST
 
 Overrides = Mapping[str, Any] | Iterable[str]
 
 # Text that Hydra's grammar reads as this same text, unquoted; `5`, `true` and `null` are not texts.
 _PLAIN = re.compile(r"[A-Za-z_/.][\w/.:@-]*")
 _OTHER_KINDS = ("true", "false", "null", "nan", "inf")
+
+MOST = 2000  # values of one list: Hydra's grammar takes seconds for more
+_SHAPE = re.compile(r"(~|\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""", re.DOTALL)
+
+
+def parse(text: str) -> tuple[str, Any, bool]:
+    """Key, value, and whether the key is to be deleted."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    shape = _SHAPE.fullmatch(text)
+    if shape is None or (shape[1] != "~" and shape[3] is None):
+        raise RecipeError(
+            f"{in_one_line(text)}: not an override, expected key=value, such as training.steps=100"
+        )
+    sign, key, raw = shape.groups()
+    _refuse_large(key, raw or "")
+    if sign == "~":
+        return key, None, True
+    try:
+        override = OverridesParser.create().parse_override(f"++{key}={raw}")
+    except HydraException:
+        # Hydra refuses '=', '~', '#' and letters beyond ASCII outside quotes. A path may hold them,
+        # and what begins like text can only mean text.
+        if raw[:1] in ("[", "{", "'", '"') or "${" in raw:
+            raise RecipeError(
+                f"{key}: got {in_one_line(raw)}, which has no end or no meaning; check its quotes and brackets"
+            ) from None
+        return key, raw, False
+    except ValueError:  # Python's own bound on the digits of a number
+        raise RecipeError(f"{key}: got a number of thousands of digits") from None
+    if override.is_sweep_override():
+        raise RecipeError(
+            f"{key}: got {in_one_line(raw)}, which is several values, expected one: "
+            f"a list is [a,b], and text with a comma needs quotes"
+        )
+    return key, override.value(), False
+
+
+def _refuse_large(key: str, raw: str) -> None:
+    """Before Hydra's grammar is asked, which is slow on what is long, and recursive on what is deep."""
+    if len(key) > LONGEST or key.count(".") >= DEEPEST:
+        raise RecipeError(f"{in_one_line(key)}: no such key; keys are at most {DEEPEST} deep")
+    if len(raw) > LONGEST:
+        raise RecipeError(
+            f"{in_one_line(key)}: got {len(raw):,} characters, at most {LONGEST:,} fit an override; "
+            "give it in a recipe file"
+        )
+    bare = _QUOTED.sub("", raw)
+    depth = deepest = 0
+    for character in bare:
+        depth += (character in "[{(") - (character in "]})")
+        deepest = max(deepest, depth)
+    if deepest > DEEPEST:
+        raise RecipeError(f"{key}: lists and sections lie more than {DEEPEST} deep in each other")
+    if bare.count(",") + bare.count(":") >= MOST:
+        raise RecipeError(f"{key}: got more than {MOST:,} values; give them in a recipe file")
 
 
 def as_texts(overrides: Overrides | None) -> list[str]:

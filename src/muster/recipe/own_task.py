@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import RecipeError
+from muster.reading import json_file
+from muster.reading.files import is_file
 from muster.recipe.schema import Recipe
 from muster.writing import make_folder, write
 
@@ -84,8 +85,8 @@ def _located(key: str, name: str, folders: Sequence[Path], must_exist: bool) -> 
     if own is None or not own.is_file:
         return name
     places = [(folder / Path(own.place).expanduser()).absolute() for folder in folders]
-    found = next((place for place in places if place.is_file()), places[0])
-    if must_exist and not found.is_file():
+    found = next((place for place in places if is_file(place)), places[0])
+    if must_exist and not is_file(found):
         looked = " or ".join(dict.fromkeys(str(place.parent) for place in places))
         raise RecipeError(f"{key}: no file {Path(own.place).name} in {looked}")
     return f"{found}:{own.name}"
@@ -128,7 +129,7 @@ def with_original(recipe: Recipe, record: dict[str, Any]) -> Recipe | None:
 def original_of(file: Path) -> str | None:
     """Of a run's copy: the file that it was made of, as long as both are the same."""
     try:
-        record = json.loads((file.parents[1] / "run.json").read_text())["task"]
+        record = json_file.read(file.parents[1] / "run.json")["task"]
         found = Path(record["from"])
         same = file.parent.name == FOLDER and found.read_bytes() == file.read_bytes()
     except (OSError, ValueError, LookupError, TypeError):
