@@ -135,7 +135,7 @@ class Run:
     def own(self, process: int | None = None) -> None:
         """Write which process owns the run, so that others can check whether it is alive."""
         pid = process or os.getpid()
-        self.update(pid=pid, pid_started=_started(pid), owned=time.time(), **_here())
+        self.update(pid=pid, pid_started=_started(pid), owned=time.time(), **here())
 
     def state(self) -> str:
         """queued (at a scheduler), starting, running, finished, failed, stopped; `interrupted` when
@@ -147,12 +147,12 @@ class Run:
         return "interrupted"
 
     def _alive(self, info: dict[str, Any]) -> bool:
-        here = _here()
-        same = {key for key in here if info.get(key, here[key]) == here[key]}
+        own = here()
+        same = {key for key in own if info.get(key, own[key]) == own[key]}
         if "host" in same and "boot" not in same:
             return False  # the machine was rebooted since
         if same < set(
-            here
+            own
         ):  # another machine or container, whose processes cannot be seen from here
             return time.time() - self.last_sign(info) < STALE_S
         # A process id may have been given to another one since.
@@ -168,8 +168,8 @@ class Run:
 
     def elsewhere(self) -> str | None:
         """The host of the run's processes, where they cannot be reached from here."""
-        info, here = self.info(), _here()
-        reachable = all(info.get(key, here[key]) == here[key] for key in here)
+        info, own = self.info(), here()
+        reachable = all(info.get(key, own[key]) == own[key] for key in own)
         return None if reachable else str(info["host"])
 
     def processes(self) -> list[psutil.Process]:
@@ -332,7 +332,7 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
-def _here() -> dict[str, str]:
+def here() -> dict[str, str]:
     """The scope of a process id: a host, its boot, and a container or none."""
     boot = pids = ""
     with suppress(OSError):

@@ -180,7 +180,7 @@ def test_pods_of_the_plain_job_find_the_first_one_by_name(tmp_path):
     asked = parsed(pod["containers"][0]["command"], index=1)
     assert asked["recipe"] == "/etc/muster/recipe.yaml"
     assert (asked["run_name"], asked["gpus"]) == (job.name, "4")
-    assert (asked["nodes"], asked["node_rank"]) == (2, 1)
+    assert (asked["nodes"], asked["node_rank"]) == ("2", 1)
     assert asked["master_addr"] == f"{name}-0.{name}.speech-team.svc"
     assert asked["master_port"] == service["ports"][0]["port"] == 29500
 

@@ -14,11 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from muster.api.run import Run
-from muster.entrypoints.open_run import check_before_launch, existing_run, open_run
+from muster.entrypoints.open_run import (
+    await_lost_owner,
+    check_before_launch,
+    existing_run,
+    open_run,
+)
 from muster.errors import LaunchError, RecipeError
 from muster.recipe.overrides import Overrides, as_texts
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from rich.console import Console
 
     from muster import run_directory
@@ -34,10 +41,10 @@ def train(
     recipe: str | Path | Mapping[str, Any] | Run,
     overrides: Overrides | None = None,
     *,
-    gpus: int | Literal["all"] | None = None,
+    gpus: int | str | None = None,
     strategy: str | None = None,
     name: str | None = None,
-    nodes: int | None = None,
+    nodes: int | str | None = None,
     node_rank: int | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
@@ -50,7 +57,7 @@ def train(
 
     `recipe`: a shipped recipe's name, a YAML file, the document as a dict (`defaults` lists what it builds
     on), or a run to continue. `overrides`: a dict, or a list of `key=value`. `gpus`: ranks on this machine;
-    by default every GPU, or one process on all cores. `strategy` is short for `distributed.strategy`.
+    by default every GPU, or one process on all cores; `all`, or MIN:MAX. `strategy` is short for `distributed.strategy`.
     `name` names the run directory; one that is there already goes on. `nodes` and what follows are those
     of `muster train`: call it on each machine. With `wait`, return when the run has ended; see `Run.wait`.
     """
@@ -85,7 +92,7 @@ def train(
 class Started:
     run: run_directory.Run
     node: Node  # which machine this is
-    ranks: int  # on each machine
+    ranks: int  # on each machine; at most, of an elastic run
     found: Inventory
     supervisor: subprocess.Popen[bytes]
     events: Tail  # of this start, without those of earlier ones
@@ -98,7 +105,7 @@ def start(
     gpus: int | str | None = None,
     rehearse: int | None = None,
     name: str | None = None,
-    nodes: int | None = None,
+    nodes: int | str | None = None,
     node_rank: int | None = None,
     master_addr: str | None = None,
     master_port: int | None = None,
@@ -114,15 +121,22 @@ def start(
         from muster.launch import addresses, cluster
 
         node = cluster.node(os.environ, nodes or 0, node_rank, master_addr or "", master_port or 0)
+        if node.least and node.rank == 0 and isinstance(recipe, str):
+            await_lost_owner(recipe, console)
         existing, resolved = resolve(recipe, changes, node.rank > 0, console)
         found = inventory.detect()
+        least, gpus = _range(gpus, found)
         ranks = rehearse or rank_count(resolved, gpus, found)
-        resolved = check_before_launch(resolved, ranks * node.nodes, ranks, existing is not None)
+        world = ranks * node.nodes
+        if node.least or least:
+            world = least_world(resolved, node.least or 1, least or ranks)
+        resolved = check_before_launch(resolved, world, ranks, existing is not None)
         addresses.check(node)
+        supervisor = Supervisor(node, ranks, least, standby)
         if node.rank > 0:
-            started = _join(node, resolved, ranks, found, standby, console)
+            started = _join(supervisor, resolved, found, console)
         else:
-            started = _begin(node, resolved, ranks, found, standby, existing, name, console)
+            started = _begin(supervisor, resolved, found, existing, name, console)
     except BaseException:
         standby.end()
         raise
@@ -131,46 +145,89 @@ def start(
     return started
 
 
+@dataclass(frozen=True)
+class Supervisor:
+    """What this machine's supervisor is told."""
+
+    node: Node
+    ranks: int
+    least_ranks: int | None
+    standby: Standby
+
+    def start(
+        self, run: run_directory.Run, claim: TextIOWrapper | None = None
+    ) -> subprocess.Popen[bytes]:
+        from muster.launch import local
+
+        return local.start(run, self.ranks, self.node, claim, self.standby, self.least_ranks)
+
+
+def _range(gpus: int | str | None, found: Inventory) -> tuple[int | None, int | str | None]:
+    """Of MIN:MAX the first, and as many of the second as there are; of anything else, itself."""
+    if not isinstance(gpus, str) or ":" not in gpus:
+        return None, gpus
+    from muster.hardware import rehearsal
+    from muster.launch import cluster
+
+    least, most = cluster.count_range("--gpus", gpus)
+    if found.gpus and not rehearsal.active():
+        most = min(most, len(found.gpus))
+    if most < (least or 1):
+        raise LaunchError(
+            f"--gpus {gpus}, but this machine offers {found.describe()}; lower the first"
+        )
+    return least, most
+
+
+def least_world(recipe: Recipe, nodes: int, ranks: int) -> int:
+    """Ranks that an elastic run has with its fewest `nodes` and `ranks` on each; refused where none of them
+    can train."""
+    from muster.launch.share import share
+    from muster.recipe.batch import scaling_words
+
+    if recipe.training.scale_with_ranks != "none":
+        raise RecipeError(
+            f"{scaling_words(recipe.training)}: the number of ranks of an elastic run changes, and its global "
+            "batch must not; give training.global_batch_size, and training.scale_with_ranks=none"
+        )
+    return sum(share(recipe, [ranks] * nodes))
+
+
 def _begin(
-    node: Node,
+    supervisor: Supervisor,
     recipe: Recipe,
-    ranks: int,
     found: Inventory,
-    standby: Standby,
     existing: run_directory.Run | None,
     name: str | None,
     console: Console | None,
 ) -> Started:
-    from muster.launch import local
     from muster.observe.console import events_to_come
 
+    node, ranks = supervisor.node, supervisor.ranks
     run, claim, _ = open_run(recipe, ranks * node.nodes, ranks, existing, name, console)
     events = events_to_come(run.path)
     with claim:  # the supervisor holds it too, from its start to its end
         run.begin()
-        supervisor = local.start(run, ranks, node, claim, standby)
-    return Started(run, node, ranks, found, supervisor, events)
+        process = supervisor.start(run, claim)
+    return Started(run, node, ranks, found, process, events)
 
 
 def _join(
-    node: Node,
-    recipe: Recipe,
-    ranks: int,
-    found: Inventory,
-    standby: Standby,
-    console: Console | None,
+    supervisor: Supervisor, recipe: Recipe, found: Inventory, console: Console | None
 ) -> Started:
     """Not node 0: its run is this node's too."""
     from muster.launch import local
     from muster.observe.console import events_to_come
 
+    node, ranks = supervisor.node, supervisor.ranks
     if console:
+        which = "one" if node.least else f"node {node.rank}"
         console.print(
-            f"node {node.rank} of {node.nodes}: looking for node 0 at {node.address}:{node.port}"
+            f"{which} of {node.asked} nodes: looking for node 0 at {node.address}:{node.port}"
         )
     run = local.join_run(node, recipe)
     events = events_to_come(run.path)
-    return Started(run, node, ranks, found, local.start(run, ranks, node, standby=standby), events)
+    return Started(run, node, ranks, found, supervisor.start(run), events)
 
 
 def resolve(

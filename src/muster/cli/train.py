@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.text import Text
 
-from muster.api.train import Started, rank_count, resolve, start, strategy_changes
+from muster.api.train import (
+    Started,
+    least_world,
+    rank_count,
+    resolve,
+    start,
+    strategy_changes,
+)
 from muster.cli.common import (
     AddressOption,
     NodeRankOption,
-    NodesOption,
     Overrides,
     PortOption,
     RehearseOption,
@@ -31,6 +38,8 @@ from muster.entrypoints.open_run import (
 from muster.errors import LaunchError, RecipeError
 
 if TYPE_CHECKING:
+    import subprocess
+
     from muster.hardware.inventory import Inventory
     from muster.launch.cluster import RankInfo
     from muster.run_directory import Run
@@ -47,8 +56,9 @@ def train(
     gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="N|all",
-            help="Ranks: that many GPUs, or CPU ranks where there is none (all: one per core). "
+            metavar="N|all|MIN:MAX",
+            help="Ranks: that many GPUs, or CPU ranks where there is none (all: one per core; MIN:MAX: "
+            "goes on without a GPU that fails). "
             "Default: every GPU, or one process on all cores.",
             show_default=False,
         ),
@@ -90,7 +100,14 @@ def train(
         Literal["local", "slurm", "kubernetes"],
         typer.Option(help="Who starts the ranks: this machine, or a cluster's scheduler."),
     ] = "local",
-    nodes: NodesOption = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="Machines; say so on each of them. MIN:MAX: as many as there are, while they come and go.",
+            show_default=False,
+        ),
+    ] = None,
     node_rank: NodeRankOption = None,
     master_addr: AddressOption = None,
     master_port: PortOption = None,
@@ -110,7 +127,7 @@ def train(
         _check_rehearsal(rehearse, on, rank_info)
         begin_rehearsal(rehearse, gpus)
     if on != "local":
-        return _submit(on, recipe, changes, gpus, run_name, nodes or 1, detach)
+        return _submit(on, recipe, changes, gpus, run_name, nodes or "1", detach)
     if rank_info.world > 1 and not cluster.slurm_launcher(os.environ):
         flags = {"--gpus": gpus, "--nodes": nodes, "--detach": detach}
         given = [name for name, value in flags.items() if value]
@@ -152,8 +169,9 @@ def _follow(started: Started, detach: bool) -> None:
 
     run, node = started.run, started.node
     if node.nodes > 1:
+        ranks = "" if node.least else "--node-rank 1 … "
         console.print(
-            f"node 0 of {node.nodes}; the others: --nodes {node.nodes} --node-rank 1 … "
+            f"node 0 of {node.asked}; the others: --nodes {node.asked} {ranks}"
             f"--master-addr {node.address} --master-port {node.port}",
             soft_wrap=True,
         )
@@ -188,16 +206,30 @@ def _follow_node(started: Started) -> None:
     console.print(_run(run, f", log: {shown(run)}/{local.log_name(node)}"))
     local.stop_on_signal(run)
     try:
-        code = process.wait()
+        code = _wait(process, run.path / local.log_name(node)) if node.least else process.wait()
     except KeyboardInterrupt:
-        console.print(f"\nnode {node.rank} goes on (process {process.pid})")
+        console.print(f"\nnode {node.label} goes on (process {process.pid})")
         raise typer.Exit(130) from None
-    told = run.path / f"node-{node.rank}.json"
+    told = run.path / f"node-{node.label}.json"
     found = json.loads(told.read_text()) if told.is_file() else run.info().get("failure")
     if code and found:
         console.print(failure_panel(found, shown(run)))
     stopped = run.state() == "stopped" and run.signalled()
     raise typer.Exit(code or (run_directory.SIGNALLED if stopped else 0))
+
+
+def _wait(process: subprocess.Popen[bytes], path: Path) -> int:
+    """For the supervisor of a node that comes and goes, whose log says what it waits for."""
+    from muster.observe.console import Log
+
+    log = Log(path, end=0)
+    while True:
+        code = process.poll()
+        for line in log.new():
+            console.print(line, soft_wrap=True, markup=False)
+        if code is not None:
+            return code
+        time.sleep(0.2)
 
 
 def _submit(
@@ -206,21 +238,25 @@ def _submit(
     changes: list[str],
     asked: str | None,
     name: str | None,
-    nodes: int,
+    asked_nodes: str,
     detach: bool,
 ) -> None:
     """Hand the run over to a scheduler. Ranks are GPUs there, unless the recipe asks for gloo."""
     from muster.hardware import inventory
-    from muster.launch import kubernetes, slurm
+    from muster.launch import cluster, kubernetes, slurm
     from muster.launch.job import ClusterJob
     from muster.observe.console import events_to_come
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
+    least, nodes = cluster.count_range("--nodes", asked_nodes)
     existing, recipe = resolve(source, changes, console=console)
     ranks = rank_count(recipe, asked, inventory.detect(), elsewhere=True)
-    layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
-    solve(recipe.training, layout.data_ranks)
+    if least is None:
+        layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
+        solve(recipe.training, layout.data_ranks)
+    else:
+        least_world(recipe, least, ranks)
     recipe = settle_task(recipe)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
@@ -229,7 +265,7 @@ def _submit(
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
-    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)
+    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given, least_nodes=least)
     if on == "kubernetes":
         console.print(kubernetes.submit(job), soft_wrap=True)
         return

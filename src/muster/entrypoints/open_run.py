@@ -26,17 +26,32 @@ log = logging.getLogger(__name__)
 
 def existing_run(text: str, runs_elsewhere: bool = False) -> Run | None:
     """A run to resume; None for anything else. On other nodes than 0 it may already be running."""
+    run = _run_at(text)
+    if run is None:
+        return None
+    if not runs_elsewhere and run.state() in ("queued", "starting", "running"):
+        raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
+    return run
+
+
+def _run_at(text: str) -> Run | None:
     from muster import run_directory
 
     path = Path(text)
     if text == "latest" and not path.exists():
         path = Path("runs", text)
-    if not (path / "run.json").is_file():
-        return None
-    run = run_directory.Run(path.resolve())
-    if not runs_elsewhere and run.state() in ("queued", "starting", "running"):
-        raise LaunchError(f"{run.name} is still running; watch it with `muster watch {text}`")
-    return run
+    return run_directory.Run(path.resolve()) if (path / "run.json").is_file() else None
+
+
+def await_lost_owner(text: str, console: Console | None = None) -> None:
+    """Of a run whose node 0 is lost: until it is certain that it is."""
+    from muster import run_directory
+
+    run = _run_at(text)
+    if run and run.state() in ("starting", "running") and (host := run.elsewhere()):
+        limit = run_directory.STALE_S
+        _say(f"{run.name} ran on {host}; making sure for {limit:.0f} s that it does not", console)
+        _await_end(run)
 
 
 def _await_end(run: Run) -> None:

@@ -49,6 +49,11 @@ class Node:
     least: int | None = None
 
     @property
+    def asked(self) -> str:
+        """For --nodes."""
+        return str(self.nodes) if self.least is None else f"{self.least}:{self.nodes}"
+
+    @property
     def label(self) -> str:
         """In the names of its files."""
         return os.uname().nodename if self.least and self.rank else str(self.rank)
@@ -201,10 +206,58 @@ def _refuse_contradiction(one: RankInfo, other: RankInfo) -> None:
             )
 
 
+def count_range(flag: str, text: str) -> tuple[int | None, int]:
+    """`4`, or `2:4`: the fewest that are enough, and the most."""
+    found = re.fullmatch(r"(?:([0-9]{1,6}):)?([0-9]{1,6})", text)
+    most = int(found[2]) if found else 0
+    least = int(found[1]) if found and found[1] else None
+    if most < 1 or not 1 <= (least or most) <= most or (found and found[1] and not least):
+        raise LaunchError(
+            f"{flag}: got {text!r}, expected a whole number above 0, or MIN:MAX such as 2:4"
+        )
+    return least, most
+
+
 def node(
-    env: Env, nodes: int = 0, rank: int | None = None, address: str = "", port: int = 0
+    env: Env, nodes: int | str = 0, rank: int | None = None, address: str = "", port: int = 0
 ) -> Node:
-    """Which node this machine is: by the command line, else by the scheduler's variables."""
+    """Which node this machine is: by the command line, else by the scheduler's variables. `nodes` is a
+    number, or MIN:MAX."""
+    least, most = count_range("--nodes", str(nodes)) if nodes else (None, 0)
+    if least is not None:
+        return _elastic_node(env, least, most, rank, address, port)
+    return _fixed_node(env, most, rank, address, port)
+
+
+def _elastic_node(
+    env: Env, least: int, most: int, rank: int | None, address: str, port: int
+) -> Node:
+    """Only node 0 is told apart: by its --node-rank, or because the address is its own."""
+    found = slurm_launcher(env)
+    if found:
+        rank, address, port = found.rank if rank is None else rank, found.address, found.port
+    if kubeflow_node(env):
+        raise LaunchError(
+            f"--nodes {least}:{most}, but Kubeflow's operator gives a job a fixed number of nodes; set "
+            "kubernetes.kind=job"
+        )
+    if not address:
+        raise LaunchError(
+            f"--nodes {least}:{most} needs --master-addr: on each machine give --master-addr ADDRESS_OF_NODE_0"
+        )
+    if rank is None:
+        rank = 0 if _is_own(address) else 1
+    return Node(rank, most, address, port or PORT, least)
+
+
+def _is_own(address: str) -> bool:
+    from muster.launch import addresses
+
+    addresses.refuse_loopback(address)
+    return addresses.resolve(address) in addresses.own_addresses()
+
+
+def _fixed_node(env: Env, nodes: int, rank: int | None, address: str, port: int) -> Node:
     found = next((read(env) for read in (kubeflow_node, slurm_launcher) if read(env)), None)
     if found and nodes and found.nodes != nodes:
         raise LaunchError(

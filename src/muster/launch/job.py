@@ -20,6 +20,7 @@ class ClusterJob:
     gpus: bool  # each rank has a GPU; else ranks compute on the CPU
     environment: dict[str, str] = field(default_factory=dict)  # for every rank
     python: str = sys.executable
+    least_nodes: int | None = None  # of an elastic run: that many of `nodes` are enough
 
     @property
     def name(self) -> str:

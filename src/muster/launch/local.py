@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from muster.errors import AGAIN, LaunchError, MusterError, UnreadableError
 from muster.launch import secret as run_secret
@@ -40,6 +40,9 @@ from muster.recipe.schema import Recipe
 from muster.run_directory import Run
 from muster.writing import keep_to, open_own, write, write_json
 
+if TYPE_CHECKING:
+    from muster.launch.nodes import Nodes
+
 log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
@@ -53,10 +56,12 @@ def start(
     node: Node = ONE_NODE,
     claim: TextIOWrapper | None = None,
     standby: Standby | None = None,
+    least_ranks: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a supervisor, or the one that stands by. It inherits the `claim` on the run, or makes its own."""
-    where = ["--nodes", node.nodes, "--node-rank", node.rank, "--master-addr", node.address]
+    where = ["--nodes", node.asked, "--node-rank", node.rank, "--master-addr", node.address]
     where += ["--master-port", node.port]
+    where += ["--least-ranks", least_ranks] if least_ranks is not None else []
     standby = standby or Standby()
     with open_own(run.path / log_name(node), "ab") as out:
         words = [str(word) for word in (run.path, ranks, *where)]
@@ -68,7 +73,7 @@ def start(
 
 
 def log_name(node: Node) -> str:
-    return "launcher.log" if node.rank == 0 else f"launcher-{node.rank}.log"
+    return "launcher.log" if node.rank == 0 else f"launcher-{node.label}.log"
 
 
 class Supervisor:
@@ -84,11 +89,8 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
-        from muster.launch.nodes import Nodes
-
-        options = self.recipe.distributed
         secret = self._secret()
-        self.nodes = Nodes(self.node, options.timeout_s, options.stall_limit_s, secret)
+        self.nodes = self._connect(secret)
         if self.is_master:
             storage.reserve(self.run.path)
             self.run.keep_alive()
@@ -112,17 +114,36 @@ class Supervisor:
         while True:
             if self.is_master:
                 self.run.clear_error_reports()
-            self.nodes.join()
+            self._join()
             if self.is_master:
                 self.run.update(
                     state="running",
-                    ranks=self.ranks * self.node.nodes,
+                    ranks=self.world,
                     nodes=list(self.nodes.hosts.values()),
                     restarts=self.restarts,
                 )
             decision = self.nodes.decide(self._attempt(), self._decide)
             if not decision["again"]:
+                self._end(decision["exit_code"])
                 return int(decision["exit_code"])
+
+    def _connect(self, secret: bytes) -> Nodes:
+        from muster.launch.nodes import Nodes
+
+        options = self.recipe.distributed
+        return Nodes(self.node, options.timeout_s, options.stall_limit_s, secret)
+
+    def _join(self) -> None:
+        """The next attempt of all nodes."""
+        self.nodes.join()
+
+    def _end(self, code: int) -> None:
+        """After the last attempt."""
+
+    @property
+    def world(self) -> int:
+        """Ranks of all nodes in this attempt."""
+        return self.ranks * self.node.nodes
 
     def _attempt(self) -> dict[str, Any] | None:
         """Run this node's ranks once; None when all of them succeeded or another node's failure ended them."""
@@ -137,8 +158,7 @@ class Supervisor:
         if not codes:
             return None
         self.nodes.report_failure()
-        world = self.ranks * self.node.nodes
-        return failure.collect(self.run.path, codes, world, before)
+        return failure.collect(self.run.path, codes, self.world, before)
 
     def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """Whether to restart, from the reports of all nodes."""
@@ -157,7 +177,7 @@ class Supervisor:
         if self.is_master:
             end_failed(self.run, worst)
         else:
-            write_json(self.run.path / f"node-{self.node.rank}.json", worst)
+            write_json(self.run.path / f"node-{self.node.label}.json", worst)
         return {"again": False, "exit_code": 1, "failure": worst}
 
     def _lost_node(self, node: int) -> dict[str, Any]:
@@ -171,11 +191,7 @@ class Supervisor:
             return False  # node 0 is lost, and with it the rendezvous
         if worst["exit_code"] == AGAIN:
             return True  # each such setting is written down once
-        reached = max(complete_steps(self.run.path), default=0)
-        self.failed_restarts, self.last_step = (
-            (0 if reached > self.last_step else self.failed_restarts),
-            reached,
-        )
+        self._count_progress()
         if worst["signal"] is None or self.failed_restarts >= self.recipe.distributed.max_restarts:
             return False
         self.restarts, self.failed_restarts = self.restarts + 1, self.failed_restarts + 1
@@ -183,6 +199,13 @@ class Supervisor:
         step = last_step(self.run.path)
         write_event(self.run.path, "restarting", **told, step=step, attempt=self.restarts)
         return True
+
+    def _count_progress(self) -> None:
+        """A new checkpoint: restarts before it do not count."""
+        reached = max(complete_steps(self.run.path), default=0)
+        if reached > self.last_step:
+            self.failed_restarts = 0
+        self.last_step = reached
 
     def _set_environment(self) -> None:
         from muster.hardware import environment, inventory
@@ -288,7 +311,8 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="muster.launch.local")
     parser.add_argument("run", type=Path)
     parser.add_argument("ranks", type=int)
-    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--least-ranks", type=int, help="of an elastic run: enough on this machine")
+    parser.add_argument("--nodes", default="")
     parser.add_argument("--node-rank", type=int)
     parser.add_argument("--master-addr", default="")
     parser.add_argument("--master-port", type=int, default=0)
@@ -302,7 +326,7 @@ def main(arguments: list[str]) -> int:
         os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
     )
     if node.rank > 0:
-        return _supervise(run, asked.ranks, node)
+        return _supervise(run, asked.ranks, node, asked.least_ranks)
     try:
         claim = run.claim() if asked.claim is None else os.fdopen(asked.claim)
     except LaunchError as error:
@@ -310,27 +334,31 @@ def main(arguments: list[str]) -> int:
         return 2
     with claim:
         run.own()
-        code = _supervise(run, asked.ranks, node)
+        code = _supervise(run, asked.ranks, node, asked.least_ranks)
     from muster.page import report
 
     report.write_at_end(run)  # which may take longer than the next owner waits
     return code
 
 
-def _supervise(run: Run, ranks: int, node: Node) -> int:
+def _supervise(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
     stop_on_signal(run)
     codes: list[int] = []
     # torch's agent installs signal handlers if it runs in the main thread
-    thread = threading.Thread(target=lambda: codes.append(_guarded(run, ranks, node)))
+    thread = threading.Thread(target=lambda: codes.append(_guarded(run, ranks, node, least_ranks)))
     thread.start()
     while thread.is_alive():
         thread.join(0.2)
     return codes[0]
 
 
-def _guarded(run: Run, ranks: int, node: Node) -> int:
+def _guarded(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
     try:
-        return Supervisor(run, ranks, node).supervise()
+        if node.least is None and least_ranks is None:
+            return Supervisor(run, ranks, node).supervise()
+        from muster.launch.elastic import ElasticSupervisor
+
+        return ElasticSupervisor(run, ranks, node, least_ranks).supervise()
     except Exception as error:
         from muster.launch import failure
 
@@ -345,7 +373,8 @@ def _guarded(run: Run, ranks: int, node: Node) -> int:
         if node.rank == 0:
             end_failed(run, found)
         else:
-            storage.insist(run.path, lambda: write_json(run.path / f"node-{node.rank}.json", found))
+            path = run.path / f"node-{node.label}.json"
+            storage.insist(run.path, lambda: write_json(path, found))
         return 1
 
 

@@ -32,7 +32,8 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> list[environment.Varia
     """Pin to cores near this rank's GPU, or to its own share of them; set the variables for the hardware,
     which are returned, and torch's own for libraries that read nothing else."""
     found = inventory.detect()
-    nodes, local_world = rank_info.world // rank_info.local_world, rank_info.local_world
+    local_world = rank_info.local_world
+    nodes = -(-rank_info.world // local_world)  # of which the last may have fewer ranks
     bound, sharing = False, local_world
     if found.cpu and rank_info.launcher in ("srun", "mpirun"):  # they may bind each rank themselves
         bound, sharing = found.cpu.bound, found.cpu.ranks_sharing(local_world)

@@ -176,6 +176,14 @@ def event_words(event: dict[str, Any]) -> str | None:
         case "restarting":
             at = f" at step {event['step']}" if "step" in event else ""
             return f"rank {event['rank']} was killed{at} ({event['signal']}); restarting from the last checkpoint"
+        case "node_lost" | "device_lost":
+            what = "a GPU of " if event["event"] == "device_lost" else ""
+            why = str(event["why"]).rstrip(".")
+            return f"{what}{event['host']} is lost at step {event['step']} ({why}); the rest go on from the last checkpoint"
+        case "node_joined":
+            return f"{', '.join(event['hosts'])} joined after step {event['step']}"
+        case "world":
+            return world_words(event)
         case "continuing":
             return f"the last start of this run ended at step {event['step']}: {event['why']}"
         case "warning":
@@ -184,6 +192,16 @@ def event_words(event: dict[str, Any]) -> str | None:
             after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after
     return None
+
+
+def world_words(event: dict[str, Any]) -> str:
+    """Who trains from here on, of an elastic run."""
+    ranks, before, offered = event["ranks"], event["before"], event["offered"]
+    words = f"{ranks} rank(s)" + (f" instead of {before}" if before else "")
+    words += f" on {len(event['hosts'])} of at most {event['most_nodes']} node(s): {', '.join(event['hosts'])}"
+    if offered > ranks:
+        words += f"; {offered - ranks} more cannot share the global batch evenly enough and wait"
+    return words
 
 
 def _scoring_words(event: dict[str, Any]) -> str:

@@ -119,11 +119,30 @@ def _ending(event: Mapping[str, Any]) -> Restart | None:
             why = f"rank {event['rank']} was killed by {event['signal']}"
             cause, cure = event.get("cause"), event.get("cure")
             return Restart("restarted", when, why, step, cause=cause, cure=cure)
+        case "node_lost" | "device_lost":
+            what = "a GPU of " if event["event"] == "device_lost" else ""
+            return Restart(
+                "restarted", when, f"{what}{event['host']} was lost", step, cause=event["why"]
+            )
+        case "node_joined":
+            return Restart("restarted", when, f"{', '.join(event['hosts'])} joined", step)
         case "shrunk" if event["restart"]:
             return Restart("restarted", when, event["words"])
         case "continuing":
             return Restart("resumed", when, event["why"], step)
     return None
+
+
+def worlds_in(events: Iterable[Mapping[str, Any]]) -> list[dict[str, int]]:
+    """How many ranks trained from which step on, where that changed."""
+    found: list[dict[str, int]] = []
+    for event in events:
+        if event["event"] == "started" and "world" in event:
+            now = {"step": event["step"], "ranks": event["world"]}
+            found = [one for one in found if one["step"] < now["step"]]
+            if not found or found[-1]["ranks"] != now["ranks"]:
+                found.append(now)
+    return found
 
 
 def count_words(found: Iterable[Restart | Mapping[str, Any]]) -> list[str]:

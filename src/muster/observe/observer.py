@@ -20,7 +20,7 @@ from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
 from muster.observe.events import write_event
 from muster.observe.prometheus import Exporter
-from muster.observe.results import STOP_FILE
+from muster.observe.results import REGROUP_FILE, STOP_FILE
 from muster.observe.scores import rates
 from muster.observe.step_lines import RankLines, append_after
 from muster.observe.trackers.base import Status
@@ -202,6 +202,10 @@ class Observer:
     def stop_requested(self) -> bool:
         """By `muster stop`, or by a signal to this rank."""
         return stopping.asked.is_set() or (self.rank == 0 and (self.folder / STOP_FILE).exists())
+
+    def regroup_requested(self) -> bool:
+        """By the supervisor of an elastic run, where nodes wait to take part. Rank 0 is asked."""
+        return self.rank == 0 and (self.folder / REGROUP_FILE).exists()
 
     def end_trackers(self, status: Status) -> None:
         """Waits for them, within limits."""

@@ -60,6 +60,11 @@ def _mark(event: dict[str, Any], events: Sequence[dict[str, Any]]) -> Mark | Non
             step = after[0]["step"] if after else None
             words = f"rank {event['rank']} was killed ({event['signal']}); all ranks restarted"
             return _as_mark("restart", event, step, words)
+        case "node_lost" | "device_lost":
+            what = "a GPU of " if event["event"] == "device_lost" else ""
+            return _as_mark("restart", event, event["step"], f"{what}{event['host']} was lost")
+        case "node_joined":
+            return _as_mark("restart", event, event["step"], f"{', '.join(event['hosts'])} joined")
         case "shrunk":
             return _as_mark(
                 "restart" if event.get("restart") else "start", event, None, event["words"]

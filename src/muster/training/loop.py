@@ -14,6 +14,7 @@ from torch import Tensor
 
 from muster.data.corpus import Split
 from muster.data.loader import Batch
+from muster.errors import StartAgain
 from muster.observe.heartbeat import beat
 from muster.parallel.gradients import clip_divisor
 from muster.parallel.timestamps import DeviceTimestamp
@@ -67,6 +68,8 @@ def train(job: Job) -> int:
             saves = saves or launched.stop or (last and saving.final)
             if saves or best:
                 _save(job, done, only_best=not saves)
+            if saves and not last:
+                _start_again_if_asked(job, done)
             if evaluates or saves:
                 before = None
                 gc.collect()
@@ -241,6 +244,14 @@ def _save(job: Job, done: int, *, only_best: bool) -> None:
     with memory.oom_context(job, done - 1, "save"):
         stall = job.checkpoints.save(done, job.engine, trainer)
     job.observer.event("checkpoint", step=done, stall_s=stall)
+
+
+def _start_again_if_asked(job: Job, done: int) -> None:
+    """Nodes wait to take part: once the checkpoint is complete, all ranks end, to start again with them."""
+    if job.mesh.gather(job.observer.regroup_requested())[0]:
+        job.observer.flush(job.mesh)
+        job.checkpoints.wait()
+        raise StartAgain(f"more ranks are here; all start again from the checkpoint of step {done}")
 
 
 def _due(done: int, every: int | None) -> bool:

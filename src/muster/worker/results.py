@@ -20,7 +20,7 @@ from muster.data.mixture import mixture_of
 from muster.data.splits import Split
 from muster.hardware import rehearsal
 from muster.observe.choices import PLAN_FILE, to_json
-from muster.observe.events import EVENTS_FILE, restarts_in
+from muster.observe.events import EVENTS_FILE, restarts_in, worlds_in
 from muster.observe.heartbeat import beat
 from muster.observe.observer import memory_gib
 from muster.observe.results import (
@@ -237,6 +237,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
         "measured": {**metrics["measured"], **_stalls(saves)},
+        "worlds": worlds_in(events),
         "restarts": [vars(restart) for restart in restarts_in(events)],
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
         "best": _best_part(job, done, chosen),
