@@ -1,4 +1,5 @@
-"""Messages between the judge and the ranks: JSON in a torch.distributed store.
+"""Messages between the judge and the ranks: JSON in a torch.distributed store, signed where they share a
+secret.
 
 Not collectives, because those are what is being checked. `Store.wait` is not used: every wait polls,
 and so keeps its timeout whatever happens to the other side.
@@ -11,22 +12,26 @@ import time
 from typing import Any
 
 from muster.errors import LaunchError
+from muster.launch.signed_store import SignedStore
+from muster.reading.json_file import parse_value
 
 POLL_S = 0.02
 HEARTBEAT_S = 0.5  # between a rank's heartbeats
 
 
 class MessageStore:
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    def __init__(self, store: Any, secret: bytes | None = None) -> None:
+        self.store, self._signed = store, SignedStore(store, secret)
 
     def post(self, key: str, value: Any) -> None:
-        self.store.set(f"check/{key}", json.dumps(value))
+        self._signed.set(f"check/{key}", json.dumps(value))
 
     def read(self, key: str) -> Any:
         """None before it is posted."""
         name = f"check/{key}"
-        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+        if not self._signed.check([name]):
+            return None
+        return parse_value(self._signed.get(name), f"the message {name}")
 
     def wait(self, key: str, limit_s: float, whom: str) -> Any:
         end = time.monotonic() + limit_s

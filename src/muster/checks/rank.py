@@ -17,13 +17,14 @@ from muster.checks.steps import STEPS
 from muster.errors import LaunchError, MusterError
 from muster.launch import cluster, rendezvous
 from muster.launch.cluster import RankInfo
+from muster.launch.secret import from_environment
 
 JOIN_TIMEOUT_S = 30.0
 
 
 def serve(rank_info: RankInfo, store: Any, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
     """Run steps until the judge ends the check; returns whether this setup is fit to train on."""
-    messages, received = MessageStore(store), 0
+    messages, received = MessageStore(store, from_environment()), 0
     context = RankContext(rank_info, messages, Options())
     context.register()
     threading.Thread(
@@ -50,7 +51,8 @@ def _send_heartbeats(rank_info: RankInfo) -> None:
     """Independent of the rank's work: a rank without a heartbeat has stopped, one with a heartbeat may be
     waiting for it. On its own connection, since a blocking call would hold up a shared one."""
     with suppress(LaunchError, RuntimeError):  # the store ends with the check
-        messages = MessageStore(rendezvous.for_rank(replace(rank_info, agent=True), JOIN_TIMEOUT_S))
+        own = rendezvous.for_rank(replace(rank_info, agent=True), JOIN_TIMEOUT_S)
+        messages = MessageStore(own, from_environment())
         for count in itertools.count():
             messages.post(f"heartbeat/{rank_info.rank}", count)
             time.sleep(HEARTBEAT_S)

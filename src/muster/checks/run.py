@@ -23,6 +23,7 @@ from muster.launch import cluster, rendezvous
 from muster.launch.children import Children
 from muster.launch.cluster import Node, RankInfo
 from muster.launch.join import is_rank
+from muster.launch.secret import from_environment
 
 
 def check(options: Options, count: int | None = None, node: Node | None = None) -> Report | None:
@@ -49,7 +50,8 @@ def check_machine(options: Options, count: int, node: Node) -> Report | None:
         if node.rank:
             return _other_node(children, world)
         rank_info = cluster.detect(children.environments[0])  # the same store prefix as the ranks'
-        messages = MessageStore(rendezvous.for_rank(rank_info, options.timeout_s))
+        secret = from_environment(children.environments[0])
+        messages = MessageStore(rendezvous.for_rank(rank_info, options.timeout_s), secret)
         return Judge(messages, world, options, children.exits).run()
 
 
@@ -73,7 +75,7 @@ def check_as_rank(options: Options, rank_info: RankInfo) -> Report | None:
 
     signal.signal(signal.SIGTERM, terminate)
     threading.Thread(target=serve, daemon=True, name="rank 0").start()
-    return Judge(MessageStore(store), rank_info.world, options).run()
+    return Judge(MessageStore(store, from_environment()), rank_info.world, options).run()
 
 
 def _no_rendezvous(error: LaunchError, world: int) -> Report:

@@ -13,7 +13,7 @@ from signal import Signals
 import psutil
 
 from muster.errors import LaunchError
-from muster.launch import cluster
+from muster.launch import cluster, secret
 from muster.launch.cluster import Node, RankInfo
 from muster.launch.orphans import die_with_parent
 
@@ -32,6 +32,7 @@ class Children:
                 f"--gpus {count}: this machine has no memory for so many processes; start at "
                 f"most {most}"
             )
+        drawn = secret.drawn()
         self.first, self.folder = node.rank * count, folder
         self.environments: list[dict[str, str]] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -41,6 +42,8 @@ class Children:
             )
             env = {**os.environ, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             cluster.export(rank_info, env)
+            if node.nodes == 1:
+                env.setdefault(secret.VARIABLE, drawn)
             self.environments.append(env)
             with self._log(local).open("wb") as log:
                 self.processes.append(

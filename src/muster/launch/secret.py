@@ -37,15 +37,20 @@ def from_environment(env: Mapping[str, str] = os.environ) -> bytes | None:
     return text.encode()
 
 
+def drawn() -> str:
+    """A secret for MUSTER_SECRET, for ranks that are this process's children."""
+    return secrets.token_hex(BYTES)
+
+
 def make(folder: Path) -> bytes:
     """A new secret for this start of the run in `folder`, in a file there."""
-    drawn = secrets.token_bytes(BYTES)
+    fresh = secrets.token_bytes(BYTES)
     temporary = folder / f"{FILE}-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-        file.write(drawn)
+        file.write(fresh)
     os.replace(temporary, folder / FILE)
-    return _mixed(drawn)
+    return _mixed(fresh)
 
 
 def read(folder: Path) -> bytes:
@@ -62,12 +67,12 @@ def read(folder: Path) -> bytes:
         facts = os.fstat(number)
         if from_environment() is None:
             _refuse_others(path, facts)
-        drawn = file.read(BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
-    if len(drawn) != BYTES:
+        found = file.read(BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
+    if len(found) != BYTES:
         raise LaunchError(
             f"{path} is no secret of muster's; start again on node 0, which writes it"
         )
-    return _mixed(drawn)
+    return _mixed(found)
 
 
 def remove(folder: Path) -> None:
@@ -76,10 +81,10 @@ def remove(folder: Path) -> None:
         (folder / FILE).unlink()
 
 
-def _mixed(drawn: bytes) -> bytes:
+def _mixed(fresh: bytes) -> bytes:
     """With the user's own secret, if there is one: then the file alone tells a reader nothing."""
     own = from_environment()
-    return hmac.digest(own, drawn, hashlib.sha256) if own else drawn
+    return hmac.digest(own, fresh, hashlib.sha256) if own else fresh
 
 
 def _refuse_others(path: Path, facts: os.stat_result) -> None:

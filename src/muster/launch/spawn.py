@@ -9,7 +9,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 from muster.hardware.cpus import asked_threads
-from muster.launch import rendezvous
+from muster.launch import rendezvous, secret
 
 
 def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> None:
@@ -19,11 +19,14 @@ def spawn(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) 
     """
     store = rendezvous.host(rendezvous.LOOPBACK, 0, 300.0)
     mp.spawn(  # type: ignore[attr-defined]
-        _child, args=(ranks, store.port, function, arguments), nprocs=ranks
+        _child, args=(ranks, store.port, secret.drawn(), function, arguments), nprocs=ranks
     )
 
 
-def _child(rank: int, ranks: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def _child(
+    rank: int, ranks: int, port: int, drawn: str, function: Callable[..., Any], arguments: Any
+) -> None:
+    os.environ.setdefault(secret.VARIABLE, drawn)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
