@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 from muster import run_directory
+from muster.observe import heartbeats
 from muster.observe.results import read_lines
 from processes import MUSTER, runs_module, start, until
 
@@ -64,9 +65,9 @@ def test_trackers_that_hang_and_fail_change_nothing_and_a_killed_run_repeats_no_
         process = start([*MUSTER, "train", *words], tmp_path, env=env)
         until(lambda: calls.exists() and '"metrics", 9' in calls.read_text())
         run = run_directory.find("latest", tmp_path / "runs")
-        pids = {json.loads(p.read_text())["pid"] for p in run.path.glob("ranks/*.heartbeat.json")}
+        pids = {beat["pid"] for beat in heartbeats.read(run.path / "ranks").values()}
         assert len(pids) == 2
-        pid = json.loads((run.path / "ranks" / "0.heartbeat.json").read_text())["pid"]
+        pid = heartbeats.read(run.path / "ranks")[0]["pid"]
         assert runs_module(psutil.Process(pid), "muster.worker")
         psutil.Process(pid).kill()
         go.touch()

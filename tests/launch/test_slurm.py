@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -18,6 +17,7 @@ import slurm as one_machine
 from muster.errors import LaunchError, RecipeError
 from muster.launch import slurm
 from muster.launch.job import ClusterJob
+from muster.observe import heartbeats
 from muster.observe.results import STOP_FILE, read_lines
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
@@ -249,7 +249,7 @@ def test_a_rank_killed_under_srun_is_named_and_not_those_that_lost_their_connect
     run = Run(one.run)
     slurm.submit(one)
     until(lambda: len(losses(run)) >= 2, run)
-    rank = json.loads((run.path / "ranks" / "1.heartbeat.json").read_text())
+    rank = heartbeats.read(run.path / "ranks")[1]
     os.kill(rank["pid"], signal.SIGKILL)
     follow(run)
     assert run.state() == "failed"

@@ -22,7 +22,7 @@ NOW = time.time()
 def frozen(monkeypatch):
     """What is written is as old as it says, however late it is read."""
     clock = SimpleNamespace(time=lambda: NOW, monotonic=time.monotonic)
-    monkeypatch.setattr("muster.observe.ranks.time", clock)
+    monkeypatch.setattr("muster.observe.heartbeats.time", clock)
 
 
 def write(

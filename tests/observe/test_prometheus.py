@@ -91,7 +91,7 @@ def test_ranks_of_a_node_need_not_follow_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(prometheus, "serve", lambda exporter, *_: made.append(exporter))
     recipe = load("gpt-micro", ["logging.to=[]", "logging.prometheus=9000"])
     mesh: Any = SimpleNamespace(
-        first=False, rank=1, local_rank=0, gather=lambda own: ["other", own, "other", own]
+        first=False, rank=1, local_rank=0, world=4, gather=lambda own: ["other", own, "other", own]
     )
     make_observer(recipe, mesh, run_directory.create(tmp_path, "x", {}), 0).close()
     assert [list(exporter.ranks) for exporter in made] == [[1, 3]]

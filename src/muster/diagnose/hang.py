@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from muster.diagnose.stall_files import Collective, RankState, read
+from muster.observe.heartbeats import read as read_heartbeats
 
 SLOW = 0.5  # a rank with a heartbeat within this share of the others' wait was slow, not stuck
 CONTEXT = 6  # collectives before the one in question that should look alike
@@ -59,7 +60,8 @@ class Hang:
 
 def analyse(folder: Path, world: int) -> Hang | None:
     """None where no rank stalled or lost its peer, or where one raised an error of its own."""
-    ranks = [read(folder / "ranks", rank) for rank in range(world)]
+    heartbeats = read_heartbeats(folder / "ranks")
+    ranks = [read(folder / "ranks", rank, heartbeats) for rank in range(world)]
     own_failure = any(r.report.get("why") == "failed" and not r.report["lost"] for r in ranks)
     native = any(r.native and not r.crash for r in ranks)
     if own_failure or not (native or any(r.report for r in ranks)):

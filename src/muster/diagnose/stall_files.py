@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from muster.observe.heartbeat import own_code
+from muster.observe.heartbeats import State
+from muster.observe.heartbeats import read as read_heartbeats
 
 FREE_SIZES = ("gather", "scatter", "all_to_all")  # ranks may differ in sizes there
 
@@ -98,7 +101,9 @@ class RankState:
         return max(self.calls(group), default=0)
 
 
-def read(folder: Path, rank: int) -> RankState:
+def read(folder: Path, rank: int, heartbeats: Mapping[int, State] | None = None) -> RankState:
+    """`heartbeats`: of all ranks, if they are known."""
+    known = read_heartbeats(folder) if heartbeats is None else heartbeats
     flight = _json(folder / f"{rank}.flight.json")
     entries = [(_collective(e), e["is_p2p"]) for e in flight.get("entries", [])]
     messages = [c.name for c, message in entries if message and c.open]
@@ -106,7 +111,7 @@ def read(folder: Path, rank: int) -> RankState:
     native, crash = (None, None) if report else _fault(folder / f"{rank}.stacks.txt")
     return RankState(
         rank,
-        heartbeat=report or _json(folder / f"{rank}.heartbeat.json"),
+        heartbeat=report or dict(known.get(rank, {})),
         report=report,
         collectives=[c for c, message in entries if not message],
         groups=flight.get("groups", {}),

@@ -30,6 +30,7 @@ from muster.launch.signed_store import SignedStore, unverified
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe import storage
 from muster.observe.events import last_step, write_event
+from muster.observe.gather import collecting
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps
 from muster.reading.json_file import parse
@@ -154,7 +155,8 @@ class Supervisor:
         run_id = f"{self.run.name}.{self.nodes.attempt}"
         command = ("-m", WORKER, str(self.run.path))
         folder = self.run.path / "ranks" / f".torchelastic-{self.node.rank}"
-        codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
+        with collecting(self.run.path, str(self.node.rank)):
+            codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
         if not codes:
             return None
         self.nodes.report_failure()

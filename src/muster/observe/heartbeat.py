@@ -1,7 +1,7 @@
 """Each rank's heartbeat, and its stall report when it makes no progress.
 
 `beat` records progress and costs a fraction of a microsecond. A thread writes the latest beat to
-`ranks/<rank>.heartbeat.json` once a second. When a rank is stalled (see `muster.observe.stall`), it
+the run directory once a second (see `muster.observe.heartbeats`). When a rank is stalled (see `muster.observe.stall`), it
 signals the others by a file in the run directory, every rank writes its stall report, and all exit with
 the code `STALLED`. `muster.diagnose.hang` reads the reports:
 
@@ -27,6 +27,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from muster.observe import heartbeats
+from muster.observe.gather import Sender
 from muster.observe.stall import ENDED as ENDED
 from muster.observe.stall import STARTING as STARTING
 from muster.observe.stall import Beat, Others, StallLimit, StallWatch
@@ -36,7 +38,14 @@ STALLED = 75  # exit code of a rank that stalled, or exited because another one 
 TICK_S = 1.0
 GRACE_S = 5.0  # between a rank's report and its exit: the others need time for theirs
 STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
-DUMPS = ("*.heartbeat.json", "*.stall.json", "*.stacks.txt", "*.flight.json", STALL_FILE)
+DUMPS = (
+    heartbeats.OWN,
+    heartbeats.OF_NODES,
+    "*.stall.json",
+    "*.stacks.txt",
+    "*.flight.json",
+    STALL_FILE,
+)
 LINES = 6  # of its own code, in a rank's report
 
 _MUSTER = str(Path(__file__).parents[1])
@@ -78,13 +87,21 @@ def clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def start(folder: Path, rank: int, stall_s: float | None, *, adaptive: bool = False) -> None:
+def start(
+    folder: Path,
+    rank: int,
+    stall_s: float | None,
+    *,
+    adaptive: bool = False,
+    collector: str | None = None,
+) -> None:
     """Write heartbeats of the calling thread; with `stall_s`, end the process when it makes no progress.
-    `adaptive`: sooner within steps, by the time that they take."""
+    `adaptive`: sooner within steps, by the time that they take. `collector`: the address of the process
+    that writes those of this node."""
     global _active
     stop()
     limit = StallLimit(math.inf if stall_s is None else stall_s, adaptive=adaptive)
-    _active = HeartbeatThread(folder / "ranks", rank, limit)
+    _active = HeartbeatThread(folder / "ranks", rank, limit, Sender(collector))
     _active.start()
 
 
@@ -104,8 +121,9 @@ def failed(error: BaseException) -> None:
 class HeartbeatThread(threading.Thread):
     """`last` is the latest beat."""
 
-    def __init__(self, folder: Path, rank: int, limit: StallLimit) -> None:
+    def __init__(self, folder: Path, rank: int, limit: StallLimit, sender: Sender) -> None:
         super().__init__(name="heartbeat", daemon=True)
+        self._sender = sender
         self.folder, self.rank, self.limit = folder, rank, limit
         self.last: Beat = (STARTING, None, time.monotonic())
         self._watch = StallWatch(limit, Others(folder, rank))
@@ -130,6 +148,7 @@ class HeartbeatThread(threading.Thread):
             self.join()
         beat(ENDED)
         self._write_heartbeat()
+        self._sender.close()
         faulthandler.cancel_dump_traceback_later()
         if self._faults:
             faulthandler.enable()
@@ -206,25 +225,22 @@ class HeartbeatThread(threading.Thread):
         with suppress(OSError):  # a full disk must not end this thread
             measured = _device() if _device else None
             state = {**self._state(), "limit_s": self._limit_s()}
-            write_json(
-                self._path("heartbeat.json"), state | ({"device": measured} if measured else {})
-            )
+            state |= {"device": measured} if measured else {}
+            if not self._sender.send(state):
+                write_json(self._path("heartbeat.json"), state)
 
     def _record_silent_ranks(self) -> None:
         """Add the process states of this machine's ranks that wrote no report."""
         import psutil
 
         silent: dict[str, str] = {}
-        for path in self.folder.glob("*.heartbeat.json"):
-            rank = path.name.split(".")[0]
-            with suppress(OSError, ValueError):
-                state = json.loads(path.read_text())
-                if state["host"] != self._host or (self.folder / f"{rank}.stall.json").exists():
-                    continue
-                try:
-                    silent[rank] = psutil.Process(state["pid"]).status()
-                except psutil.NoSuchProcess:
-                    silent[rank] = psutil.STATUS_DEAD
+        for rank, state in heartbeats.read(self.folder).items():
+            if state["host"] != self._host or (self.folder / f"{rank}.stall.json").exists():
+                continue
+            try:
+                silent[str(rank)] = psutil.Process(state["pid"]).status()
+            except psutil.NoSuchProcess:
+                silent[str(rank)] = psutil.STATUS_DEAD
         with suppress(OSError):
             write_json(self._path("stall.json"), {**self._report, "silent": silent})
 

@@ -5,7 +5,6 @@ It is made when it is asked for, from the files that the ranks write anyway: tra
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 from muster.errors import RecipeError
 from muster.observe.events import warn
+from muster.observe.heartbeats import Heartbeats
 from muster.observe.results import read_last
 
 GIB = 2.0**30
@@ -53,7 +53,7 @@ RANK: tuple[Metric, ...] = (  # of ranks/<r>.jsonl: the last step
     Metric("muster_rank_step_seconds", "step_time_s", "the last step"),
     Metric("muster_rank_memory_bytes", "memory_gib", "peak memory of torch; on CPUs resident", GIB),
 )
-DEVICE: tuple[Metric, ...] = (  # of ranks/<r>.heartbeat.json, `device`
+DEVICE: tuple[Metric, ...] = (  # of the rank's heartbeat, `device`
     Metric("muster_device_utilisation", "utilisation", "share of time that the device is busy"),
     Metric("muster_device_memory_bytes", "memory_gib", "memory in use on the device", GIB),
     Metric("muster_device_memory_total_bytes", "memory_total_gib", "memory of the device", GIB),
@@ -72,6 +72,7 @@ class Exporter:
         self, folder: Path, ranks: Sequence[int], balance: Callable[[], Mapping[str, float]]
     ) -> None:
         self.folder, self.ranks, self._balance = folder, ranks, balance
+        self._heartbeats = Heartbeats(folder / "ranks")
         self.scores: dict[str, dict[str, float]] = {}  # by split, set by rank 0
         self._server: Any = None
 
@@ -97,6 +98,7 @@ class Exporter:
         from prometheus_client.core import GaugeMetricFamily
 
         run = self.folder.name
+        self._heartbeats.refresh()
         of_rank = {rank: self._rank(rank) for rank in self.ranks}
         for metric, rows in self._families(of_rank):
             names = ["run", *(rows[0][0] if rows else {})]
@@ -134,11 +136,8 @@ class Exporter:
 
     def _rank(self, rank: int) -> dict[str, Any]:
         """Empty where the rank has not written yet."""
-        try:
-            beat = json.loads((self.folder / "ranks" / f"{rank}.heartbeat.json").read_text())
-        except (OSError, ValueError):
-            beat = {}
-        age = {"time": time.time() - beat["time"]} if "time" in beat else {}
+        beat = self._heartbeats.latest.get(rank, {})
+        age = {"time": time.time() - beat["time"]} if beat else {}
         return {
             "node": str(beat.get("host", "")),
             "line": read_last(self.folder / "ranks" / f"{rank}.jsonl"),

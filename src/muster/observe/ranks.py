@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
+from muster.observe.heartbeats import Heartbeats, State
 from muster.observe.results import read_last
 
 EVERY_S = 1.0  # as often as ranks write
@@ -45,7 +44,7 @@ class RankTable:
     COLUMNS = ("rank", "host", "step", "phase", "compute ms", "wait ms", "data ms", "GiB")
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._heartbeats = folder, Heartbeats(folder)
         self._table, self._due = Table(), 0.0
 
     def table(self) -> Table:
@@ -69,11 +68,14 @@ class RankTable:
         ]
 
     def rows(self) -> list[RankRow]:
+        self._heartbeats.refresh()
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
-        return [self._row(int(n)) for n in sorted(filter(str.isdigit, numbers), key=int)]
+        ranks = {int(n) for n in numbers if n.isdigit()} | {*self._heartbeats.latest}
+        return [self._row(rank) for rank in sorted(ranks)]
 
     def _row(self, rank: int) -> RankRow:
-        heartbeat, last = self._heartbeat(rank), read_last(self.folder / f"{rank}.jsonl")
+        heartbeat = self._heartbeats.latest.get(rank, {})
+        last = read_last(self.folder / f"{rank}.jsonl")
         times = None
         if last:
             compute, wait, data = (
@@ -82,13 +84,8 @@ class RankTable:
             times = (compute, wait, data)
         step = heartbeat.get("step") or last.get("step")
         host = str(heartbeat.get("host", ""))
-        return RankRow(rank, host, step, _phase(heartbeat), times, last.get("memory_gib"))
-
-    def _heartbeat(self, rank: int) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.folder / f"{rank}.heartbeat.json").read_text()))
-        except (OSError, ValueError):
-            return {}
+        phase = _phase(heartbeat, self._heartbeats.silent_s(rank))
+        return RankRow(rank, host, step, phase, times, last.get("memory_gib"))
 
 
 def shown(rows: list[RankRow]) -> list[RankRow]:
@@ -97,13 +94,13 @@ def shown(rows: list[RankRow]) -> list[RankRow]:
     return sorted(slowest, key=lambda row: row.rank)
 
 
-def _phase(heartbeat: dict[str, Any]) -> str:
+def _phase(heartbeat: State, silent_s: float) -> str:
+    """By the rank's own clock: this machine's may show another time."""
     if not heartbeat:
         return ""
-    now = time.time()
-    if now - heartbeat["time"] > SILENT_S:
-        return f"no heartbeat for {now - heartbeat['time']:.0f} s"
-    since = now - heartbeat["since"]
+    if silent_s > SILENT_S:
+        return f"no heartbeat for {silent_s:.0f} s"
+    since = heartbeat["time"] - heartbeat["since"] + silent_s
     return (
         f"{heartbeat['phase']} for {since:.0f} s" if since > SILENT_S else str(heartbeat["phase"])
     )

@@ -8,14 +8,14 @@ a heartbeat is not, whatever the phase.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from muster.observe.heartbeats import Heartbeats
 
 STEP_PHASES = frozenset(
     ("counting the batch", "forward and backward", "optimizer step", "waiting for the device")
@@ -56,33 +56,31 @@ class Others:
     """The heartbeats of the other ranks, as they change from look to look."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._own = folder, f"{rank}.heartbeat.json"
-        self._states: dict[str, Mapping[str, Any]] = {}
-        self._unchanged: dict[str, int] = {}  # looks
+        self._heartbeats, self._own = Heartbeats(folder), rank
+        self._states: dict[int, Mapping[str, Any]] = {}
+        self._unchanged: dict[int, int] = {}  # looks
 
     def forget(self) -> None:
         self._states, self._unchanged = {}, {}
 
     def look(self) -> None:
-        for path in self._folder.glob("*.heartbeat.json"):
-            if path.name == self._own:
-                continue
-            with suppress(OSError, ValueError):
-                state = json.loads(path.read_text())
-                before = self._states.get(path.name)
+        self._heartbeats.refresh()
+        for rank, state in self._heartbeats.latest.items():
+            if rank != self._own:
+                before = self._states.get(rank)
                 same = before is not None and before["time"] == state["time"]
-                self._unchanged[path.name] = self._unchanged[path.name] + 1 if same else 0
-                self._states[path.name] = state
+                self._unchanged[rank] = self._unchanged[rank] + 1 if same else 0
+                self._states[rank] = state
 
     def at_work(self) -> bool:
         """Whether one of them is alive and within the limit of what it does."""
         return any(
-            self._unchanged[name] < LOOKS
+            self._unchanged[rank] < LOOKS
             and (
                 state["phase"] == STARTING
                 or state["time"] - state["since"] < (state["limit_s"] or 0.0)
             )
-            for name, state in self._states.items()
+            for rank, state in self._states.items()
             if state["phase"] != ENDED
         )
 
@@ -90,8 +88,8 @@ class Others:
         """Whether one of them has had no heartbeat for so long. Its process is stopped or gone, or native
         code holds its interpreter: a heartbeat does not wait for training."""
         return any(
-            self._unchanged[name] >= LOOKS and time.time() - state["time"] >= seconds
-            for name, state in self._states.items()
+            self._unchanged[rank] >= LOOKS and time.time() - state["time"] >= seconds
+            for rank, state in self._states.items()
             if state["phase"] != ENDED
         )
 

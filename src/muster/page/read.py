@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 
 from muster.errors import MusterError
 from muster.observe.choices import PLAN_FILE
+from muster.observe.heartbeats import Heartbeats, State
 from muster.observe.results import read_last
 from muster.page.files import Growing, JsonFile, documents
 from muster.page.table import Floats, Table, parse
@@ -90,11 +92,14 @@ class RunFiles(RunFacts):
         super().__init__(path)
         self.metrics = Table()
         self.times = RankTimes(path / "ranks")
-        self.heartbeats: dict[int, dict[str, Any]] = {}
         self._metrics = Growing(path / "metrics.jsonl")
         self._environment = JsonFile(path / "environment.json")
         self._data = JsonFile(path / "data.json")
-        self._beats: dict[int, JsonFile] = {}
+        self._heartbeats = Heartbeats(path / "ranks")
+
+    @property
+    def heartbeats(self) -> Mapping[int, State]:
+        return self._heartbeats.latest
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -121,14 +126,11 @@ class RunFiles(RunFacts):
                 self.metrics.clear()
             self.metrics.extend(parse(text))
         self.times.refresh()
-        self._read_heartbeats()
+        self._heartbeats.refresh()
 
     def silent_s(self, rank: int) -> float:
-        """Since the rank's last heartbeat: by this machine's clock, once a new one was seen."""
-        beat = self._beats.get(rank)
-        if beat is None or not beat.value:
-            return 0.0
-        return max(0.0, self.read_at - (beat.changed or beat.value["time"]))
+        """Since the rank's last heartbeat."""
+        return self._heartbeats.silent_s(rank)
 
     def step_times(self) -> Floats:
         """When each step ended. Metrics of older runs have no time: their steps are taken to follow each
@@ -140,17 +142,6 @@ class RunFiles(RunFacts):
         starts = [event["time"] for event in self.events if event["event"] == "started"]
         begin = starts[0] if starts else float(self.info.get("created", 0.0))
         return begin + np.cumsum(taken)
-
-    def _read_heartbeats(self) -> None:
-        files = {
-            int(path.name.split(".")[0]): path
-            for path in (self.run.path / "ranks").glob("*.heartbeat.json")
-            if path.name.split(".")[0].isdigit()
-        }
-        self._beats = {rank: self._beats.get(rank, JsonFile(path)) for rank, path in files.items()}
-        for file in self._beats.values():
-            file.refresh()
-        self.heartbeats = {rank: file.value for rank, file in self._beats.items() if file.value}
 
 
 def _from_yaml(text: bytes) -> Any:

@@ -30,7 +30,7 @@ from muster.launch.process import (
     run_ownership,
     set_up_process,
 )
-from muster.observe import heartbeat, stopping
+from muster.observe import gather, heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.parallel import mesh as meshes
 from muster.parallel.mesh import Mesh
@@ -60,7 +60,9 @@ def run_rank(
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
     options = recipe.distributed
     adaptive = options.stall_s == "auto"
-    heartbeat.start(run.path, rank_info.rank, options.stall_limit_s, adaptive=adaptive)
+    collector, address = heartbeat_collector(mesh, run.path)
+    limit_s = options.stall_limit_s
+    heartbeat.start(run.path, mesh.rank, limit_s, adaptive=adaptive, collector=address)
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         rank_info.rank,
@@ -87,7 +89,22 @@ def run_rank(
     job.observer.close()
     meshes.leave()
     heartbeat.stop()
+    if collector:
+        collector.close()
     return results
+
+
+def heartbeat_collector(mesh: Mesh, folder: Path) -> tuple[gather.Collector | None, str | None]:
+    """Where this rank's heartbeats go: to its supervisor, else to the first rank of its node, which gets the
+    collector."""
+    if gather.ADDRESS in os.environ:
+        return None, os.environ[gather.ADDRESS] or None
+    own = None
+    if mesh.local_rank == 0 and mesh.local_world > 1:
+        own = gather.open_collector(folder, str(mesh.rank // mesh.local_world))
+    host = os.uname().nodename
+    told = mesh.gather((host, own.address if own else None))
+    return own, next((address for name, address in told if name == host and address), None)
 
 
 def measure_device(device: torch.device) -> meter.Meter:

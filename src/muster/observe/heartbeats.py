@@ -1,0 +1,87 @@
+"""The heartbeats of all ranks, as whoever watches a run reads them.
+
+One process of each node writes those of its ranks into one file, `ranks/node-<n>.heartbeats.json`
+(`muster.observe.gather`). A rank whose node does not take its heartbeat writes `ranks/<rank>.heartbeat.json`
+itself. Of two, the newer counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+OWN, OF_NODES = "*.heartbeat.json", "node-*.heartbeats.json"
+State = Mapping[str, Any]
+
+
+def read(folder: Path) -> dict[int, State]:
+    """By rank; `folder` is ranks/ of a run."""
+    found = Heartbeats(folder)
+    found.refresh()
+    return found.latest
+
+
+class Heartbeats:
+    """Read again and again: files that have not changed are not opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.latest: dict[int, State] = {}
+        self._files: dict[str, tuple[tuple[int, int, int], list[State]]] = {}
+        self._changed: dict[int, float] = {}  # when a new one was seen, by the monotonic clock
+
+    def refresh(self) -> None:
+        paths = [path for pattern in (OWN, OF_NODES) for path in self.folder.glob(pattern)]
+        self._files = {path.name: found for path in paths if (found := self._file(path))}
+        newest: dict[int, State] = {}
+        for _, states in self._files.values():
+            for state in states:
+                before = newest.get(state["rank"])
+                if before is None or state["time"] >= before["time"]:
+                    newest[state["rank"]] = state
+        for rank, state in newest.items():
+            if rank in self.latest and self.latest[rank]["time"] != state["time"]:
+                self._changed[rank] = time.monotonic()
+        self.latest = dict(sorted(newest.items()))
+
+    def silent_s(self, rank: int) -> float:
+        """Since its last heartbeat: by this machine's monotonic clock once a new one was seen, until then by
+        the clocks of both machines, of which one may be wrong."""
+        if rank not in self.latest:
+            return 0.0
+        if rank in self._changed:
+            return time.monotonic() - self._changed[rank]
+        return max(0.0, time.time() - float(self.latest[rank]["time"]))
+
+    def _file(self, path: Path) -> tuple[tuple[int, int, int], list[State]] | None:
+        """Opened before its size is asked for, as NFS wants it. None for one that is gone, or is no heartbeat."""
+        known = self._files.get(path.name)
+        try:
+            with path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
+                if known and known[0] == stamp:
+                    return known
+                return stamp, list(_states(json.loads(file.read()), path.name))
+        except (OSError, ValueError, RecursionError):
+            return None
+
+
+def _states(document: Any, name: str) -> Iterator[State]:
+    """Of a rank's own file, whose name says which rank, or of a node's: what is no heartbeat is left out."""
+    own = name.partition(".")[0]
+    if own.isdigit() and isinstance(document, dict):
+        found: Any = [{**document, "rank": int(own)}]
+    else:
+        found = document.get("ranks") if isinstance(document, dict) else None
+    for state in found if isinstance(found, list) else ():
+        if (
+            isinstance(state, dict)
+            and type(state.get("rank")) is int
+            and isinstance(state.get("time"), int | float)
+        ):
+            yield state

@@ -1,0 +1,164 @@
+"""The heartbeats of a node's ranks in one file, and how they are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from muster.observe import gather, heartbeat, heartbeats
+from muster.observe.gather import Collector, Sender
+from muster.observe.heartbeats import Heartbeats
+from processes import until
+
+
+def state(rank: int, step: int = 1, when: float | None = None) -> dict[str, object]:
+    now = time.time() if when is None else when
+    return {
+        "rank": rank,
+        "host": "a",
+        "pid": 1,
+        "step": step,
+        "phase": "saving",
+        "since": now,
+        "time": now,
+    }
+
+
+@pytest.fixture
+def ranks(tmp_path) -> Path:
+    (tmp_path / "ranks").mkdir()
+    return tmp_path / "ranks"
+
+
+@pytest.fixture
+def collector(ranks):
+    found = Collector(ranks.parent, "3")
+    yield found
+    found.close()
+
+
+def test_the_ranks_of_a_node_share_one_file(ranks, collector):
+    senders = [Sender(collector.address) for _ in range(64)]
+    for step in (1, 2):
+        for rank, sender in enumerate(senders):
+            assert sender.send(state(rank, step))
+    collector.close()
+    assert [path.name for path in ranks.iterdir()] == ["node-3.heartbeats.json"]
+    found = heartbeats.read(ranks)
+    assert list(found) == list(range(64))
+    assert {one["step"] for one in found.values()} == {2}
+    assert not senders[0].send(state(0)), "nobody takes it any more"
+
+
+def test_a_file_is_written_once_a_second_however_many_ranks_there_are(ranks, collector):
+    sender, written = Sender(collector.address), set()
+    end = time.monotonic() + 1.6
+    while time.monotonic() < end:
+        for rank in range(8):
+            sender.send(state(rank))
+        if collector.path.exists():
+            written.add(collector.path.stat().st_mtime_ns)
+        time.sleep(0.02)
+    assert 1 <= len(written) <= 3
+
+
+def test_what_is_no_heartbeat_is_left_out(ranks, collector):
+    sender = Sender(collector.address)
+    for other in ([1], {"rank": "x"}, {"no": "rank"}):
+        sender.send(other)  # type: ignore[arg-type]
+    assert sender.send(state(7))
+    collector.close()
+    assert list(heartbeats.read(ranks)) == [7]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_another_user_is_not_heard(ranks, collector):
+    program = (
+        "import os, socket, sys; os.setuid(65534); "
+        "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(sys.argv[2].encode(), chr(0) + sys.argv[1])"
+    )
+    words = [sys.executable, "-c", program, collector.address, json.dumps(state(5))]
+    subprocess.run(words, check=True)
+    Sender(collector.address).send(state(6))
+    collector.close()
+    assert list(heartbeats.read(ranks)) == [6]
+
+
+def test_a_rank_whose_collector_is_stopped_writes_its_own_file(ranks):
+    program = (
+        "import sys, time; from pathlib import Path; from muster.observe.gather import Collector; "
+        "print(Collector(Path(sys.argv[1]), '0').address, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(ranks.parent)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        sender = Sender(process.stdout.readline().strip())
+        assert sender.send(state(0))
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: not sender.send(state(0)), 20.0)  # its queue is full
+    finally:
+        process.kill()
+        process.wait()
+    heartbeat.start(ranks.parent, 4, None, collector=sender.address)
+    heartbeat.stop()
+    assert heartbeats.read(ranks)[4]["phase"] == "ended"
+    assert (ranks / "4.heartbeat.json").exists()
+
+
+def test_a_supervisors_collector_is_in_the_environment_of_its_ranks(ranks):
+    with gather.collecting(ranks.parent, "0"):
+        address = os.environ[gather.ADDRESS]
+        heartbeat.start(ranks.parent, 1, None, collector=address)
+        heartbeat.beat("evaluation", 12)
+        heartbeat.stop()
+    assert gather.ADDRESS not in os.environ
+    names = {path.name for path in ranks.iterdir()}
+    assert names == {"1.stacks.txt", "node-0.heartbeats.json"}
+    assert heartbeats.read(ranks)[1]["step"] == 12
+
+
+def test_of_two_heartbeats_the_newer_counts(ranks):
+    (ranks / "2.heartbeat.json").write_text(json.dumps(state(2, step=9, when=100.0)))
+    (ranks / "node-0.heartbeats.json").write_text(
+        json.dumps({"ranks": [state(2, 4, 90.0), state(3)]})
+    )
+    assert heartbeats.read(ranks)[2]["step"] == 9
+    (ranks / "node-0.heartbeats.json").write_text(json.dumps({"ranks": [state(2, 11, 101.0)]}))
+    assert heartbeats.read(ranks)[2]["step"] == 11
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1", "null", "[]", '{"ranks": 3}', '{"ranks": [[], {"rank": "1"}, {"rank": 1}]}']
+)
+def test_spoilt_files_are_no_heartbeats(ranks, text):
+    (ranks / "node-0.heartbeats.json").write_text(text)
+    (ranks / "1.heartbeat.json").write_text(text)
+    assert heartbeats.read(ranks) == {}
+
+
+@pytest.mark.parametrize("hours", [-5.0, 5.0], ids=["behind", "ahead"])
+def test_a_clock_that_is_wrong_silences_nobody_who_beats(ranks, hours):
+    watched, wrong = Heartbeats(ranks), time.time() + 3600 * hours
+    for second in range(3):
+        (ranks / "0.heartbeat.json").write_text(json.dumps(state(0, when=wrong + second)))
+        watched.refresh()
+    assert watched.silent_s(0) < 5.0
+
+
+def test_a_clock_that_is_set_back_is_seen_as_a_new_heartbeat(ranks):
+    watched = Heartbeats(ranks)
+    for when in (1000.0, 400.0):
+        (ranks / "0.heartbeat.json").write_text(json.dumps(state(0, when=when)))
+        watched.refresh()
+    assert watched.latest[0]["time"] == 400.0
+    assert watched.silent_s(0) < 5.0
+    until(lambda: watched.silent_s(0) > 0.05)
