@@ -26,6 +26,10 @@ class UnreadableError(MusterError, ValueError):
     """A file from elsewhere is damaged, too large, or not of its kind."""
 
 
+class ReplicaError(MusterError):
+    """A rank holds other weights than those that should hold the same: its device is faulty."""
+
+
 class LaunchError(MusterError):
     """Ranks could not be started, the rendezvous failed, or a rank failed."""
 

@@ -17,6 +17,7 @@ from muster.cli import (
     data,
     explain,
     export,
+    kept,
     manage,
     page,
     plan,
@@ -42,6 +43,7 @@ app.command()(page.page)
 app.command()(page.compare)
 app.command("runs")(manage.list_runs)
 app.command()(report.report)
+app.command()(kept.checkpoints)
 app.command()(manage.stop)
 app.command()(manage.clean)
 app.command("eval")(use.evaluate)

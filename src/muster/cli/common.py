@@ -88,3 +88,11 @@ def shown(run: run_directory.Run | Run) -> str:
         return str(run.path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(run.path)
+
+
+def age(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"

@@ -9,7 +9,7 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from muster.cli.common import DirOption, RunArgument, console, program, shown
+from muster.cli.common import DirOption, RunArgument, age, console, program, shown
 
 if TYPE_CHECKING:
     from muster.api.run import Run as ApiRun
@@ -131,7 +131,7 @@ def list_runs(dir: DirOption = Path("runs")) -> None:
         table.add_row(
             run.name,
             "\n".join([run.state, *count_words(run.restarts())]),
-            _age(time.time() - info.get("created", 0)),
+            age(time.time() - info.get("created", 0)),
             f"{info.get('ranks', '')}{' (rehearsal)' if info.get('rehearsal') else ''}",
             str(last.get("step", "")),
             "" if not last else "not finite" if loss is None else f"{loss:.4f}",
@@ -150,14 +150,6 @@ def _best(run: ApiRun) -> str:
         return ""
     kept = "" if best.checkpoint else " (not kept)"
     return f"{score_number(best.name, best.score)} at {best.step}{kept}"
-
-
-def _age(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} d"
 
 
 def stop(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from muster.parallel.default_plan import plan_of
 from muster.parallel.engine import Builder, MakeOptimizer, NamedParameters, StepFunctions
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
+from muster.parallel.replicas import EVERYONE, Held
 from muster.parallel.state import by_slot, init_optimizer_state, set_step, step_of
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.recipe.schema import Recipe
@@ -194,6 +195,14 @@ class ZeroEngine:
 
     def ready(self) -> DeviceTimestamp | None:
         return None
+
+    def held(self) -> Iterable[Held]:
+        """The weights that the model computes with; at stage 3 only those that stay gathered. The rest is
+        partitioned: each rank has its own."""
+        for name, parameter in self._named_parameters():
+            status = getattr(parameter, "ds_status", None)
+            if status is None or status.name == "AVAILABLE":
+                yield Held(name, parameter.data, EVERYONE)
 
     def state(self) -> dict[str, Any]:
         """Gathered one tensor at a time; each rank keeps its shard of each."""

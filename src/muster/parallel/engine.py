@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from muster.parallel.float8 import update_scales
 from muster.parallel.gradients import global_norm, local_gradients
 from muster.parallel.graphs import Graphs
 from muster.parallel.mesh import Mesh
+from muster.parallel.replicas import Held, held
 from muster.parallel.timestamps import DeviceTimestamp
 
 
@@ -84,6 +85,10 @@ class Engine(Protocol):
 
     def zero_grad(self) -> None: ...
     def ready(self) -> DeviceTimestamp | None: ...
+    def held(self) -> Iterable[Held]:
+        """What this rank holds and others do too: weights and the optimizer's state."""
+        ...
+
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
 
@@ -190,13 +195,20 @@ class TorchEngine:
         """When this rank's last gradients were computed, under DDP."""
         return self._clock.ready if self._clock else None
 
+    def held(self) -> Iterable[Held]:
+        self._reshard()
+        return held(self.parts, self.optimizer, self.mesh, self.tied)
+
     def state(self) -> dict[str, Any]:
+        self._reshard()
+        return state.named_state(self.parts, self.optimizer)
+
+    def _reshard(self) -> None:
         """The root stays gathered after an evaluation, which no backward pass follows: the gathered
         parameters are others than the optimizer's."""
         for module in (m for part in self.parts for m in part.modules()):
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return state.named_state(self.parts, self.optimizer)
 
     def load_state(self, loaded: dict[str, Any]) -> None:
         state.load_optimizer(self.parts, self.optimizer, loaded)

@@ -51,11 +51,33 @@ class Checkpoint(Section):
         "folder to start from, which may be in a bucket: s3://… or gs://….",
     )
     asynchronous: bool = free(True, description="Write in the background during training.")
+    verify: bool = free(
+        True,
+        description="Read every checkpoint back from the disk, in the background, before older ones are removed; one "
+        "that differs is set aside and written again.",
+    )
+    verify_replicas: bool = free(
+        True,
+        description="Before each save, ranks that hold the same weights compare a hash of them and of the optimizer's "
+        "state; where one differs, the run ends and names it.",
+    )
+    verify_steps: Positive | None = free(
+        None, description="Compare them also every so many steps. `null`: only before a save."
+    )
     mirror: str | None = free(
         None,
         description="`s3://bucket/folder` or `gs://…`: complete checkpoints are also copied there, in the background, "
         "into a folder named after the run. A run of that name (`--run`) without checkpoints starts from them.",
     )
+
+    @model_validator(mode="after")
+    def _replicas_to_verify(self) -> Checkpoint:
+        if self.verify_steps is not None and not self.verify_replicas:
+            raise ValueError(
+                f"verify_steps: {self.verify_steps} needs verify_replicas; set checkpoint.verify_replicas=true, or "
+                "leave checkpoint.verify_steps out"
+            )
+        return self
 
     @field_validator("mirror", "resume")
     @classmethod

@@ -1,9 +1,10 @@
 """Checkpoints that are complete or ignored, and load under any layout.
 
 A checkpoint is a new folder `step-<n>`. Ranks write their shards into it with
-torch.distributed.checkpoint, in the background; each then hashes what it wrote; last of all rank 0
-writes `manifest.json` with the size and checksum of every file. A folder without a manifest, or
-with a file that does not match it, is skipped. Nothing is ever written into a folder twice.
+torch.distributed.checkpoint, in the background; each then hashes what it wrote; then rank 0 writes
+`manifest.json` with the size and checksum of every file. A folder without a manifest, or with a file
+that does not match it, is skipped. Nothing is ever written into a folder twice. Last of all each rank
+reads its files back from the disk, and only then older checkpoints are removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +32,8 @@ from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
 from muster.training.checkpoint_reader import METADATA, CheckpointReader
-from muster.training.manifest import FORMAT, Saved, file_entry, read_manifest, verify
+from muster.training.manifest import Saved, file_entry, read_manifest, remove, sealed, verify
+from muster.training.read_back import damaged, set_aside
 from muster.writing import make_folder, write
 
 if TYPE_CHECKING:
@@ -63,10 +66,12 @@ class Checkpoints:
         *,
         keep: int,
         asynchronous: bool,
+        verify: bool = True,
         mirror: Mirror | None = None,
     ) -> None:
         self.root, self.mesh, self.recipe, self.assets = root, mesh, recipe, assets
-        self.keep, self.asynchronous = keep, asynchronous
+        self.keep, self.asynchronous, self.reads_back = keep, asynchronous, verify
+        self.tell: Callable[..., None] = lambda what, **details: None  # an event of the run
         self.mirror = mirror
         if self.mirror:
             self.mirror.released = self._prune_again
@@ -75,6 +80,7 @@ class Checkpoints:
         self.last_saved: int | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._bytes_read = 0  # of files that are read back
 
     def newest(self) -> tuple[Saved | None, list[str]]:
         """The newest complete checkpoint and, why newer ones were skipped. The same on all ranks."""
@@ -161,15 +167,15 @@ class Checkpoints:
         self.check()
 
     def _join(self, thread: threading.Thread) -> None:
-        """A slow save is not a stall while its files grow."""
+        """A slow save is not a stall while its files grow, or are read."""
         beat("saving")
-        size = 0
+        before = (0, 0)
         while thread.is_alive():
             thread.join(POLL_S)
-            grown = _size(self.root)
-            if grown != size:
+            now = (_size(self.root), self._bytes_read)
+            if now != before:
                 beat("saving")
-            size = grown
+            before = now
 
     def _check_space(self, state: dict[str, Any]) -> None:
         needed = sum(
@@ -180,10 +186,10 @@ class Checkpoints:
         if needed > free:
             raise CheckpointError(
                 f"no space for a checkpoint in {self.root}: it takes about {needed / 2**20:.1f} MiB and "
-                f"{free / 2**20:.1f} MiB are free; {self._newest_complete()}; free some space or set logging.dir elsewhere"
+                f"{free / 2**20:.1f} MiB are free; {self.newest_complete()}; free some space or set logging.dir elsewhere"
             )
 
-    def _newest_complete(self) -> str:
+    def newest_complete(self) -> str:
         return (
             f"the newest complete one is step {self.last_saved}"
             if self.last_saved
@@ -199,43 +205,80 @@ class Checkpoints:
         try:
             if self.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.mesh.device)
-            dcp.save(staged, checkpoint_id=folder, process_group=self.mesh.background)
-            own = {p.name: file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
-            gathered: list[Any] = [own] * self.mesh.world
-            if self.mesh.world > 1:
-                dist.all_gather_object(gathered, own, group=self.mesh.background)
-            if self.mesh.first:
-                self._write_manifest(
-                    folder, {k: v for files in gathered for k, v in files.items()}, trainer
-                )
-                self._prune(trainer["step"], best_of(trainer))
-                if self.mirror is not None:
-                    self.mirror.update()
-            self.last_saved = trainer["step"]
+            if any(self._written(staged, folder, trainer, last=last) for last in (False, True)):
+                self.last_saved = trainer["step"]
         except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
         except BaseException as error:  # not a disk error: keep its message and traceback
             self._error = error
 
-    def _write_manifest(self, folder: Path, files: dict[str, Any], trainer: dict[str, Any]) -> None:
+    def _written(self, staged: Any, folder: Path, trainer: dict[str, Any], *, last: bool) -> bool:
+        """Whether it is on the disk as it was written; if not, it is tried again unless this is the `last` try.
+        The same on all ranks."""
+        if self.mesh.first:
+            make_folder(folder)  # where the first try was set aside
+        dcp.save(staged, checkpoint_id=folder, process_group=self.mesh.background)
+        own = {p.name: file_entry(p) for p in folder.glob(f"__{self.mesh.rank}_*")}
+        files = {name: entry for found in self._gather(own) for name, entry in found.items()}
+        if self.mesh.first:
+            own |= self._write_manifest(folder, files, trainer)
+        if self.reads_back and not self._same_on_disk(folder, own, last):
+            return False
+        if self.mesh.first:
+            self._prune(trainer["step"], best_of(trainer))
+            if self.mirror is not None:
+                self.mirror.update()
+        return True
+
+    def _same_on_disk(self, folder: Path, own: dict[str, Any], last: bool) -> bool:
+        """Each rank reads what it wrote, on its own machine. What differs is set aside by rank 0."""
+        problems = [p for found in self._gather(damaged(folder, own, self._moved)) for p in found]
+        if problems and self.mesh.first:
+            aside = set_aside(folder)
+            then = (
+                f"training goes on, and {self.newest_complete()}" if last else "it is written again"
+            )
+            words = (
+                f"the disk did not keep the checkpoint {folder.name} as it was written: {'; '.join(problems)}; "
+                f"it was renamed to {aside.name}, and {then}; check the disk, or the server, of {self.root}"
+            )
+            log.warning("%s", words)
+            self.tell("warning", words=words)
+        if problems:
+            self._gather(None)  # no rank begins again in the folder that is being renamed
+        return not problems
+
+    def _moved(self, size: int) -> None:
+        self._bytes_read += size
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in the thread that saves."""
+        gathered: list[Any] = [value] * self.mesh.world
+        if self.mesh.world > 1:
+            dist.all_gather_object(gathered, value, group=self.mesh.background)
+        return gathered
+
+    def _write_manifest(
+        self, folder: Path, shards: dict[str, Any], trainer: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the entries of the files that are not a rank's, itself included."""
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
             write(folder / name, json.dumps(document))
-            files[name] = file_entry(folder / name)
-        files[METADATA] = file_entry(folder / METADATA)
+        names = ("recipe.json", "assets.json", METADATA)
+        common = {name: file_entry(folder / name) for name in names}
         manifest = {
-            "format": FORMAT,
             "trainer": trainer,
             "world": self.mesh.world,
             "time": time.time(),
-            "files": files,
+            "files": {**shards, **common},
         }
-        write(folder / MANIFEST, json.dumps(manifest, indent=1), sync=True)
+        write(folder / MANIFEST, json.dumps(sealed(manifest), indent=1), sync=True)
+        return {**common, MANIFEST: file_entry(folder / MANIFEST)}
 
     def _prune(self, step: int, best: int | None) -> None:
         """Keep the newest complete checkpoint up to `step`, the newest `keep` of those that were due, and the
         `best`; a later one than `step` must be damaged, or this run would have resumed from it.
-        Incomplete ones, which killed runs leave, are removed. Manifests are deleted first: half-deleted
-        is incomplete."""
+        Incomplete ones, which killed runs leave, are removed."""
         with self._pruning:
             self._pruned = (step, best)
             self._remove_old(step, best)
@@ -257,8 +300,7 @@ class Checkpoints:
             if folder in kept:
                 continue
             try:
-                (folder / MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                remove(folder)
             except OSError as error:
                 log.warning("could not remove the old checkpoint %s (%s)", folder, error)
 
@@ -273,7 +315,7 @@ class Checkpoints:
             words = f"rank {rank}: {cause}"
         return CheckpointError(
             f"the checkpoint {folder.name} could not be written to {self.root}, where {free:.1f} MiB "
-            f"were free ({words}); {self._newest_complete()}; nothing of it was kept"
+            f"were free ({words}); {self.newest_complete()}; nothing of it was kept"
         )
 
 

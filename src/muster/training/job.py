@@ -45,6 +45,8 @@ class Job:
     validated: dict[int, Evaluation] = field(default_factory=dict)  # of the best and the last step
     profile: Profile = field(default_factory=Profile)
     choices: dict[str, AutoChoice] = field(default_factory=dict)
+    comparisons: int = 0  # of replicas
+    longest_comparison_s: float = 0.0
     current_ids: list[int] = field(default_factory=list)  # samples of the current micro-batch
 
     @property
@@ -73,6 +75,10 @@ class Job:
             loss=self.task.loss,
             autocast=lambda: autocast(self.precision, self.mesh.device),
         )
+
+    def compared(self, seconds: float) -> None:
+        self.comparisons += 1
+        self.longest_comparison_s = max(self.longest_comparison_s, seconds)
 
     def _prepare(self, batch: Batch) -> Batch:
         beat("forward and backward")

@@ -23,6 +23,7 @@ from muster.training.evaluate import Evaluation, evaluate
 from muster.training.job import Job
 from muster.training.optimizer import learning_rate, seed_step
 from muster.training.precision import autocast
+from muster.training.replicas import compare
 from muster.training.step_results import Launched, keep_line, read, to_host
 from muster.training.warm_up import gave_up_compiling, warm_up
 
@@ -60,7 +61,8 @@ def train(job: Job) -> int:
             unread, done = launched, step + 1
             last = done == job.steps or launched.stop
             evaluates, saves = _evaluates(job, done, last), _due(done, saving.every_steps)
-            if last or evaluates or saves or not late:
+            compares = _due(done, saving.verify_steps)
+            if last or evaluates or saves or compares or not late:
                 read(job, unread)
                 unread = None
             best = evaluates and validate(job, done)
@@ -68,9 +70,11 @@ def train(job: Job) -> int:
             saves = saves or launched.stop or (last and saving.final)
             if saves or best:
                 _save(job, done, only_best=not saves)
+            elif compares:
+                compare(job, done)
             if saves and not last:
                 _start_again_if_asked(job, done)
-            if evaluates or saves:
+            if evaluates or saves or compares:
                 before = None
                 gc.collect()
             elif done % COLLECT_EVERY == 0:
@@ -237,6 +241,7 @@ def _evaluate(job: Job, done: int, *splits: Split) -> Evaluation | None:
 
 
 def _save(job: Job, done: int, *, only_best: bool) -> None:
+    compare(job, done)
     sync_buffers(job)
     trainer: dict[str, Any] = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
     if job.selection is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from muster.errors import CheckpointError
 from muster.observe.results import MANIFEST, step_folders
 
-FORMAT = 2
+FORMAT = 2  # without a checksum of the manifest itself: still read
+SEALED = 4  # with one. No single bit turns one number into the other
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (FORMAT, SEALED):
         raise CheckpointError(
-            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {FORMAT}"
+            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {SEALED}"
         )
+    if manifest["format"] == SEALED and manifest.pop("sha256", None) != _checksum(manifest):
+        raise CheckpointError(f"{folder}: {MANIFEST} does not match its own checksum")
     for name, entry in manifest["files"].items():
         size = (folder / name).stat().st_size if (folder / name).is_file() else None
         if size != entry["bytes"]:
             has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
             raise CheckpointError(f"{folder}: {name} {has}")
     return dict(manifest)
+
+
+def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """With its format and its own checksum: the step and the place in the data are in no other file."""
+    whole = {"format": SEALED, **manifest}
+    return {**whole, "sha256": _checksum(whole)}
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def verify(folder: Path, manifest: dict[str, Any], part: int = 0, parts: int = 1) -> None:
@@ -87,6 +101,12 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
             continue
         return Saved(folder, manifest)
     raise CheckpointError(f"no complete checkpoint in {path}: {'; '.join(problems)}")
+
+
+def remove(folder: Path) -> None:
+    """The manifest goes first: half-deleted is incomplete."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def file_entry(path: Path) -> dict[str, Any]:

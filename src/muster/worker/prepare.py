@@ -96,6 +96,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
     expected = decision.expected
     named = "fp8" if asked_fp8 else precision
     write_plan(run, mesh, sizes, loader.plan, steps, named, parameters, expected, choices)
+    checkpoints.tell = observer.event
     if checkpoints.mirror:
         checkpoints.mirror.tell = observer.event
     if resumed.saved or resumed.passed_over:
@@ -253,6 +254,7 @@ def resume(
         {**task.assets, "data": data},
         keep=recipe.checkpoint.keep,
         asynchronous=recipe.checkpoint.asynchronous,
+        verify=recipe.checkpoint.verify,
         mirror=_mirror(recipe, run) if mesh.first else None,
     )
     saved, passed_over = _resume_from(recipe, checkpoints)

@@ -236,7 +236,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "left_out": dict(getattr(job.loader.source, "left_out", {})),
         "cut": dict(getattr(job.loader.source, "cut", {})),
         "planned": planned,
-        "measured": {**metrics["measured"], **_stalls(saves)},
+        "measured": {**metrics["measured"], **_stalls(saves), **_comparisons(job)},
         "worlds": worlds_in(events),
         "restarts": [vars(restart) for restart in restarts_in(events)],
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
@@ -291,6 +291,16 @@ def seen_part(run: run_directory.Run, final: Evaluation | None) -> dict[str, Any
     found = [part for part in data["overlap"].get(final.split, []) if part["decisive"]]
     told = [part["words"] for part in found if part["seen"] or part["unchecked"]]
     return {"unseen": data["unseen"].get(final.split, False), "overlap": told}
+
+
+def _comparisons(job: Job) -> dict[str, Any]:
+    """How often, and for how long at most, replicas were compared; nothing where there are none."""
+    if not job.comparisons:
+        return {}
+    return {
+        "comparisons": job.comparisons,
+        "longest_comparison_s": job.longest_comparison_s,
+    }
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,217 @@
+"""Damage on the disk: found when a checkpoint is read back, verified or opened, and never loaded."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from muster import run_directory
+from muster.cli import app
+from muster.errors import CheckpointError
+from muster.observe.results import complete_steps, read_lines
+from muster.parallel.layout import Layout
+from muster.parallel.mesh import Mesh
+from muster.training.checkpoint import Checkpoints
+from muster.training.kept import kept_in
+from muster.training.loop import train
+from muster.training.manifest import open_checkpoint
+from muster.training.read_back import damaged, drop_cached
+from training import make_job
+
+FILES = (".metadata", "__0_0.distcp", "assets.json", "manifest.json", "recipe.json")
+
+
+def save(root: Path, *steps: int, best: int | None = None, keep: int = 9) -> None:
+    alone = Mesh(0, 0, Layout(), torch.device("cpu"), None)
+    checkpoints = Checkpoints(root, alone, {"seed": 1}, {"a": 2}, keep=keep, asynchronous=False)
+    for step in steps:
+        state = {"model": {"weight": torch.arange(256.0) + step, "bias": torch.ones(3)}}
+        trainer = {"bad_steps": 0, "selection": {"keeps": True, "best_step": best}}
+        checkpoints.save(step, SimpleNamespace(state=lambda held=state: held), trainer)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """Steps 2 and 4."""
+    root = tmp_path_factory.mktemp("two")
+    save(root, 2, 4)
+    assert sorted(path.name for path in (root / "step-4").iterdir()) == list(FILES)
+    return root
+
+
+def changed(data: bytes, at: int, to: Callable[[int], int]) -> bytes:
+    return data[:at] + bytes([to(data[at])]) + data[at + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
+    "first bit": lambda data: changed(data, 0, lambda byte: byte ^ 1),
+    "bit in the middle": lambda data: changed(data, len(data) // 2, lambda byte: byte ^ 4),
+    "last bit": lambda data: changed(data, len(data) - 1, lambda byte: byte ^ 128),
+    "another byte": lambda data: changed(data, len(data) // 3, lambda byte: (byte + 1) % 256),
+    "cut by a byte": lambda data: data[:-1],
+    "cut in half": lambda data: data[: len(data) // 2],
+    "empty": lambda data: b"",
+    "longer": lambda data: data + b"x",
+    "twice": lambda data: data * 2,
+    "halves exchanged": lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
+    "zeros": lambda data: bytes(len(data)),
+    "missing": lambda data: None,
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_damage_is_found_named_and_not_loaded(two, tmp_path, name):
+    """12 kinds in each of 5 files: 60 damaged checkpoints."""
+    root = shutil.copytree(two, tmp_path / "run")
+    path = root / "step-4" / name
+    whole = path.read_bytes()
+    for kind, harm in DAMAGE.items():
+        data = harm(whole)
+        assert data != whole
+        path.unlink() if data is None else path.write_bytes(data)
+        newest, older = kept_in(root, verify=True)
+        assert newest.problem is not None, kind
+        assert name in newest.problem, kind
+        assert older.problem is None
+        assert open_checkpoint(root).path == root / "step-2", kind
+        with pytest.raises(CheckpointError, match="step-4"):
+            open_checkpoint(root / "step-4")
+    path.write_bytes(whole)
+    assert [one.problem for one in kept_in(root, verify=True)] == [None, None]
+
+
+def test_any_other_digit_in_a_manifest_is_found(two, tmp_path):
+    """The step, the best one and the world are in no other file."""
+    root = shutil.copytree(two, tmp_path / "run")
+    path = root / "step-4" / "manifest.json"
+    whole = path.read_text()
+    clock = range(whole.index('"time"'), whole.index('"files"'))  # its last digits may say nothing
+    digits = [i for i, letter in enumerate(whole) if letter.isdigit() and i not in clock][::5]
+    assert len(digits) > 40
+    for i in digits:
+        path.write_text(whole[:i] + str((int(whole[i]) + 1) % 10) + whole[i + 1 :])
+        assert kept_in(root)[0].problem is not None, whole[i - 20 : i + 5]
+
+
+def test_what_is_read_back_comes_from_the_disk(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 100_000)
+    with path.open("rb") as file:
+        drop_cached(file)
+        try:
+            os.preadv(file.fileno(), [bytearray(10)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return  # not in the kernel's cache
+        except OSError:
+            pass
+    pytest.skip("this file system is in memory, or does not say what it caches")
+
+
+def test_a_file_that_cannot_be_read_is_damaged(tmp_path):
+    entry = {"bytes": 1, "sha256": ""}
+    assert damaged(tmp_path, {"gone": entry}) == ["gone cannot be read (No such file or directory)"]
+
+
+def train_on_a_bad_disk(mesh, folder: str, recipe: str, bad: list[int]) -> None:
+    """The disk changes a byte of rank 1's shard at these tries to save."""
+    job = make_job(
+        mesh, folder, ["training.steps=6", "checkpoint.every_steps=2", "checkpoint.keep=1"], recipe
+    )
+    real, tries = job.checkpoints._same_on_disk, itertools.count(1)
+
+    def spoilt(at: Path, *arguments):
+        if next(tries) in bad and mesh.rank == 1:
+            shard = at / "__1_0.distcp"
+            shard.write_bytes(changed(shard.read_bytes(), 1000, lambda byte: byte ^ 1))
+        return real(at, *arguments)
+
+    job.checkpoints._same_on_disk = spoilt
+    train(job)
+    job.observer.close()
+
+
+def test_a_checkpoint_that_the_disk_changed_is_set_aside_and_written_again(ranks, recipe, tmp_path):
+    """Step 2 once, step 4 at both tries, step 6 never: what is whole is removed for what is whole only."""
+    ranks(2)(train_on_a_bad_disk, str(tmp_path), recipe, [1, 3, 4])
+    warnings = [
+        e["words"] for e in read_lines(tmp_path / "events.jsonl") if e["event"] == "warning"
+    ]
+    assert len(warnings) == 3
+    assert all("__1_0.distcp does not match its checksum" in words for words in warnings)
+    assert "step-2 as it was" in warnings[0]
+    assert "it is written again" in warnings[0]
+    assert "the newest complete one is step 2; check" in warnings[2]
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.iterdir()) == ["step-4.damaged", "step-6"]
+    assert [one.problem for one in kept_in(root, verify=True)] == [None]
+
+
+@pytest.fixture
+def finished(tmp_path) -> run_directory.Run:
+    """A run with steps 2, 4, 6 and 8, of which 4 is the best, and an interrupted save of step 9."""
+    made = run_directory.create(
+        tmp_path,
+        "small",
+        {
+            "recipe.yaml": "name: small\ntask: causal-lm\ntraining: {steps: 9, global_batch_size: 4}\ndata: {train: x}\n"
+        },
+    )
+    made.update(state="finished")
+    save(made.path / "checkpoints", 2, 4, 6, 8, best=4)
+    (made.path / "checkpoints" / "step-1").mkdir()
+    return made
+
+
+def called(run: run_directory.Run, *options: str) -> tuple[int, str]:
+    """The exit code, and what is printed, on one line."""
+    result = CliRunner().invoke(app, ["checkpoints", str(run.path), *options])
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_checkpoints_are_listed_and_verified(finished):
+    code, text = called(finished)
+    assert code == 0
+    assert text.index("step-8") < text.index("step-6") < text.index("step-1 ")
+    assert text.count("the best") == 1
+    assert "interrupted" in text
+    (finished.path / "checkpoints" / "step-1").rmdir()
+    assert called(finished, "--verify")[0] == 0
+    shard = finished.path / "checkpoints" / "step-6" / "__0_0.distcp"
+    shard.write_bytes(changed(shard.read_bytes(), 99, lambda byte: byte ^ 1))
+    assert called(finished)[0] == 0, "checksums are not looked at"
+    code, text = called(finished, "--verify")
+    assert code == 1
+    assert "__0_0.distcp does not match" in text
+    assert text.count("does not match") == 1
+
+
+def test_pruning_keeps_the_best_and_the_newest_whole_ones(finished):
+    root = finished.path / "checkpoints"
+    shard = root / "step-8" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    code, text = called(finished, "--prune", "--keep", "1", "--yes")
+    assert code == 0
+    assert "step-8 is damaged" in text
+    assert complete_steps(finished.path) == [4, 6, 8]
+    assert not (root / "step-1").exists()
+    (root / "step-6" / "recipe.json").unlink()
+    (root / "step-4" / "recipe.json").unlink()
+    assert called(finished, "--prune", "--keep", "1", "--yes")[0] == 0
+    assert complete_steps(finished.path) == [4, 6, 8], "where none is whole, nothing goes"
+
+
+def test_a_run_that_is_running_is_not_pruned_from_outside(finished):
+    with finished.claim():
+        finished.update(state="running", host=os.uname().nodename)
+        finished.own()
+        result = CliRunner().invoke(app, ["checkpoints", str(finished.path), "--prune", "--yes"])
+    assert "is being run already" in str(result.exception)
+    assert complete_steps(finished.path) == [2, 4, 6, 8]
