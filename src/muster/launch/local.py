@@ -90,6 +90,8 @@ class Supervisor:
 
     def supervise(self) -> int:
         """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
+        from muster.launch import local_store
+
         secret = self._secret()
         self.nodes = self._connect(secret)
         if self.is_master:
@@ -98,8 +100,13 @@ class Supervisor:
             self.nodes.publish(path=str(self.run.path.resolve()))
         self._set_environment()
         os.environ.update({SUPERVISOR: str(os.getpid()), run_secret.VARIABLE: secret.hex()})
+        os.environ.pop(local_store.VARIABLE, None)
         try:
-            return self._attempts()
+            if self.node.nodes > 1:
+                return self._attempts()
+            with local_store.folder() as folder:
+                os.environ[local_store.VARIABLE] = str(folder)
+                return self._attempts()
         finally:
             if self.is_master:
                 run_secret.remove(self.run.path)

@@ -57,7 +57,7 @@ class Nodes:
         """`timeout_s` limits the rendezvous; a node without heartbeat for `stall_limit_s` ends the run.
         Other nodes are believed what is signed with the run's `secret`."""
         self.node, self.timeout_s, self.stall_limit_s = node, timeout_s, stall_limit_s
-        self.store = SignedStore(rendezvous.for_node(node, timeout_s), secret)
+        self.store = SignedStore(rendezvous.for_supervisor(node, timeout_s), secret)
         self.port = int(self.store.port)
         self.attempt = 0
         self.id = node.rank  # by which the store's keys name this node

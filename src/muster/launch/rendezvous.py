@@ -2,6 +2,7 @@
 
 torch's own store listens on every interface, and any client of it can run code in the ranks. So
 muster opens the socket itself: on the loopback for one machine, on the given address for several.
+A supervisor of one machine needs no socket at all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from muster.errors import LaunchError
 from muster.hardware import rehearsal
-from muster.launch import addresses, secret
+from muster.launch import addresses, local_store, secret
 from muster.launch.addresses import refuse_loopback
 from muster.launch.cluster import Node, RankInfo
 from muster.launch.signed_store import SignedStore
@@ -96,14 +97,26 @@ def for_node(node: Node, timeout_s: float) -> Any:
     return connect(node.address, node.port, timeout_s)
 
 
+def for_supervisor(node: Node, timeout_s: float) -> Any:
+    """The same where ranks of one machine have a store of their own: then it is in this process."""
+    if node.nodes > 1:
+        return for_node(node, timeout_s)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
+
+
 def for_rank(rank_info: RankInfo, timeout_s: float) -> Any:
-    """The store of all ranks: their agent hosts it where there is one, else rank 0.
+    """The store of all ranks: a file of their supervisor's on one machine; else their agent hosts it where
+    there is one, or rank 0.
 
     Each attempt of a restarted run has its own key prefix.
     """
     if rank_info.world > rank_info.local_world:
         refuse_loopback(rank_info.address)
-    if rank_info.rank == 0 and not rank_info.agent:
+    if store := local_store.of_rank(rank_info, timeout_s):
+        pass
+    elif rank_info.rank == 0 and not rank_info.agent:
         store = host(rank_info.address, rank_info.port, timeout_s)
     else:
         store = connect(rank_info.address, rank_info.port, timeout_s)

@@ -52,7 +52,8 @@ class SignedStore:
 
     @property
     def port(self) -> int:
-        return int(self.raw.port)
+        """0 where it is in this process."""
+        return int(getattr(self.raw, "port", 0))
 
     def over(self, raw: Any) -> SignedStore:
         """The same store by another connection, for another thread."""
