@@ -32,6 +32,7 @@ from muster.hardware import rehearsal
 from muster.observe import heartbeat
 from muster.observe.events import write_again
 from muster.observe.results import STOP_FILE, read_last
+from muster.reading.text import in_one_line
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,7 @@ def check_name(name: str) -> str:
     """A name that is one folder below the folder of runs, and nowhere else."""
     if not re.fullmatch(NAME, name, re.ASCII) or name == "latest":
         raise MusterError(
-            f"--run: {name!r} cannot be the name of a run; take letters, digits, '.', '_' and '-', the "
+            f"--run: {in_one_line(name)!r} cannot be the name of a run; take letters, digits, '.', '_' and '-', the "
             "first a letter or a digit, and not `latest`; logging.dir=FOLDER says where runs are"
         )
     return name

@@ -16,8 +16,8 @@ import processes
 from muster import run_directory
 from muster.cli import app
 from muster.errors import LaunchError
-from muster.recipe.load import _parse_override, load
-from muster.recipe.overrides import as_texts
+from muster.recipe.load import load
+from muster.recipe.overrides import as_texts, parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "python.md"
@@ -258,7 +258,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_in_a_dict_of_overrides_stays_the_same_text(text):
     (override,) = as_texts({"name": text})
-    assert _parse_override(override) == ("name", text, False)
+    assert parse(override) == ("name", text, False)
 
 
 def test_a_dict_is_a_recipe_and_overrides_may_be_nested():

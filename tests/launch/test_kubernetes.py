@@ -65,7 +65,7 @@ cases = pytest.mark.parametrize(
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_plain_job_fits_the_published_schemas(tmp_path, version, overrides):
     found = objects(make_job(tmp_path, *overrides), "job")
-    assert list(found) == ["ConfigMap", "Service", "Job"]
+    assert list(found) == ["ConfigMap", "NetworkPolicy", "Service", "Job"]
     for document in found.values():
         kubernetes_validate.validate(document, version, strict=True)
 
@@ -84,7 +84,7 @@ def test_the_trainjob_is_made_of_kubeflows_own_types(tmp_path, overrides):
     )
 
     found = objects(make_job(tmp_path, *overrides), "trainjob")
-    assert list(found) == ["ConfigMap", "TrainJob"]
+    assert list(found) == ["ConfigMap", "NetworkPolicy", "TrainJob"]
     known = TrainerV1alpha1TrainJob.from_dict(found["TrainJob"])
     assert known is not None
     assert known.to_dict() == found["TrainJob"]  # from_dict drops what the types do not know
@@ -230,6 +230,11 @@ def test_names_become_dns_labels_that_stay_apart():
         (["kubernetes.user=0"], "kubernetes.user: 0 is root"),
         (["kubernetes.namespace=Team"], "kubernetes.namespace: got 'Team'"),
         (["kubernetes.mount_path=data"], "kubernetes.mount_path: got 'data'"),
+        (["kubernetes.mount_path=/data/../etc"], "kubernetes.mount_path: got '/data/../etc'"),
+        (["kubernetes.mount_path='/$(HOME)'"], "kubernetes.mount_path: got '/$(HOME)'"),
+        (["kubernetes.mount_path=/etc/ssl"], "kubernetes.mount_path: /etc is the image's own"),
+        (["kubernetes.image='a b'"], "kubernetes.image: got 'a b'"),
+        (["kubernetes.gpu_resource='$(X)'"], "kubernetes.gpu_resource: got '$(X)'"),
     ],
 )
 def test_what_the_cluster_would_refuse_is_refused_here(tmp_path, overrides, words):
@@ -248,6 +253,37 @@ def test_one_node_needs_no_claim_and_runs_below_the_mount_are_kept(tmp_path):
 def test_variables_that_say_who_is_who_are_the_jobs_own(tmp_path, name):
     with pytest.raises(LaunchError, match=f"{name} cannot be given"):
         kubernetes.render(replace(make_job(tmp_path), environment={name: "1"}))
+
+
+@both
+def test_values_of_the_environment_are_not_expanded(tmp_path, kind):
+    given = {"NCCL_A": "$(HOME) $$(B) $HOME"}
+    _, container = pod_of(replace(make_job(tmp_path), environment=given), kind)
+    values = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert values["NCCL_A"] == "$$(HOME) $$$$(B) $$HOME"  # `$$` is `$`, in Kubernetes
+
+
+def test_names_that_a_shell_or_a_scheduler_would_read_otherwise_are_refused(tmp_path):
+    job = make_job(tmp_path)
+    for name in ("NCCL_$(id)", "NCCL A", "NCCL_A=B", "NCCL_\n", "1"):
+        with pytest.raises(LaunchError, match="cannot be handed to ranks"):
+            replace(job, environment={name: "1"})
+    for name in ("latest", "a\nkind: Pod", "a b"):
+        with pytest.raises(MusterError, match="cannot be the name of a run"):
+            replace(job, run=tmp_path / name)
+
+
+@both
+def test_only_pods_of_the_run_and_readers_of_metrics_reach_a_pod(tmp_path, kind):
+    found = objects(make_job(tmp_path), kind)
+    spec = found["NetworkPolicy"]["spec"]
+    (label,) = spec["podSelector"]["matchLabels"].items()
+    assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": dict([label])}}]}]
+    if kind == "job":
+        labels = found["Job"]["spec"]["template"]["metadata"]["labels"]
+        assert label in labels.items()
+    open_to_all = objects(make_job(tmp_path, "logging.prometheus=9100"), kind)["NetworkPolicy"]
+    assert open_to_all["spec"]["ingress"][1:] == [{"ports": [{"port": 9100}]}]
 
 
 KUBECTL = """#!{python}

@@ -104,7 +104,7 @@ def killed(mesh, folder, overrides, recipe, script, method: str) -> None:
     def killed_at_4(self, first, *rest):
         if (first if isinstance(first, int) else int(first.name[5:])) == 4:
             raise RuntimeError("killed")
-        real(self, first, *rest)
+        return real(self, first, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checkpoints, method, killed_at_4)

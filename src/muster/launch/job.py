@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from muster.errors import LaunchError
+from muster.reading.text import in_one_line
 from muster.recipe.schema import Recipe
+from muster.run_directory import check_name
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,16 @@ class ClusterJob:
     environment: dict[str, str] = field(default_factory=dict)  # for every rank
     python: str = sys.executable
     least_nodes: int | None = None  # of an elastic run: that many of `nodes` are enough
+
+    def __post_init__(self) -> None:
+        """A shell and a scheduler read these names."""
+        check_name(self.name)
+        for name in self.environment:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+                raise LaunchError(
+                    f"the environment variable {in_one_line(name)!r} cannot be handed to ranks: names have "
+                    "letters, digits and _ only; unset it"
+                )
 
     @property
     def name(self) -> str:

@@ -42,6 +42,7 @@ def render(job: ClusterJob, kind: Kind | None = None) -> str:
     check(job.recipe, job.nodes)
     kind = kind or _kind(job, ask=False)
     objects = [_train_job(job)] if kind == "trainjob" else [_service(job), _indexed_job(job)]
+    objects = [_network_policy(job, kind), *objects]
     comment = f"# Run {job.name}, written by muster train --on kubernetes.\n"
     return comment + yaml.dump_all(
         [_config_map(job), *objects], Dumper=_Dumper, sort_keys=False, allow_unicode=True
@@ -74,7 +75,7 @@ def submit(job: ClusterJob) -> str:
     name, space = object_name(job.name), job.recipe.kubernetes.namespace
     return (
         f"{kind} {name} in namespace {space} of {context}\n"
-        f"follow it: kubectl logs --follow --namespace {space} --selector {_selector(name, kind)}\n"
+        f"follow it: kubectl logs --follow --namespace {space} --selector {'='.join(_selector(name, kind))}\n"
         f"end it:    kubectl delete -f {path}"
     )
 
@@ -144,6 +145,17 @@ def _service(job: ClusterJob) -> Document:
         "ports": [{"name": "rendezvous", "port": PORT}],
     }
     return _object(job, "v1", "Service", spec=spec)
+
+
+def _network_policy(job: ClusterJob, kind: Kind) -> Document:
+    """Only pods of the same run reach a pod's ports, and whoever reads its metrics: gloo and NCCL take any
+    sender at its word."""
+    pods = {"matchLabels": dict([_selector(object_name(job.name), kind)])}
+    ingress: list[Document] = [{"from": [{"podSelector": pods}]}]
+    if job.recipe.logging.prometheus is not None:
+        ingress.append({"ports": [{"port": job.recipe.logging.prometheus}]})
+    spec = {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}
+    return _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=spec)
 
 
 def _indexed_job(job: ClusterJob) -> Document:
@@ -239,9 +251,10 @@ def _labels(job: ClusterJob) -> dict[str, str]:
     }
 
 
-def _selector(name: str, kind: Kind) -> str:
+def _selector(name: str, kind: Kind) -> tuple[str, str]:
+    """The label that all pods of the job have, and its value."""
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "app.kubernetes.io/instance"
-    return f"{label}={name}"
+    return label, name
 
 
 def _environment(job: ClusterJob) -> list[Document]:
@@ -256,7 +269,8 @@ def _environment(job: ClusterJob) -> list[Document]:
         **(GPU_ENVIRONMENT if job.gpus else {}),
         **job.environment,
     }
-    return [{"name": name, "value": value} for name, value in sorted(values.items())]
+    # Kubernetes puts other variables in place of $(NAME), and $ in place of $$.
+    return [{"name": n, "value": v.replace("$", "$$")} for n, v in sorted(values.items())]
 
 
 def _resources(job: ClusterJob) -> Document:

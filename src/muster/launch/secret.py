@@ -17,9 +17,8 @@ from pathlib import Path
 
 from muster.errors import LaunchError
 
-VARIABLE = (
-    "MUSTER_SECRET"  # the user's own, the same on every node; or a supervisor's, for its ranks
-)
+# The user's own, the same on every node; or a supervisor's, for its ranks.
+VARIABLE = "MUSTER_SECRET"
 FILE = ".secret"
 BYTES, LEAST_CHARACTERS = 32, 16
 

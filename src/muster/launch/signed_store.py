@@ -27,10 +27,8 @@ MAC_BYTES, WRITER_BYTES, COUNT_BYTES = 32, 8, 8
 HEADER_BYTES = MAC_BYTES + WRITER_BYTES + COUNT_BYTES
 MOST_BYTES = 2**20  # of one value
 KEPT = 16  # of a process's own values, to be written again
-LEAST_SLEEP_S, MOST_SLEEP_S = (
-    0.005,
-    0.25,
-)  # between looks at a key: torch's own wait warns at its end
+# Between looks at a key: torch's own wait warns at its end.
+LEAST_SLEEP_S, MOST_SLEEP_S = 0.005, 0.25
 AGAIN_S = 1.0  # of waiting, before values of this process's own are written again
 
 

@@ -17,9 +17,7 @@ from muster.writing import write_json as write_json
 
 MANIFEST = "manifest.json"  # of a checkpoint, written last
 STOP_FILE = "stop-requested"  # its presence asks the run to save and end
-REGROUP_FILE = (
-    "regroup-requested"  # asks it to start again with more ranks after its next checkpoint
-)
+REGROUP_FILE = "regroup-requested"  # to start again with more ranks after its next checkpoint
 AUDIO_FOLDER = "mistakes"  # the clips of the worst mistakes: <id>.flac
 
 

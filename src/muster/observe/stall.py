@@ -25,9 +25,8 @@ ENDED = "ended"
 LEAST_S = 60.0  # the limit of a step's phases where steps are short
 TIMES = 20  # of the median step, where they are long
 KNOWN = 3  # steps that are timed before the limit follows them: the first may compile
-PAUSE_S = (
-    5.0  # a longer time between two ticks counts as so much: the process was stopped, or its disk
-)
+# A longer time between two ticks counts as so much: the process was stopped, or its disk.
+PAUSE_S = 5.0
 LOOKS = 20  # without a new heartbeat, after which a rank counts as gone
 
 Beat = tuple[str, int | None, float]  # phase, step, and when by the monotonic clock

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-LARGEST = (
-    2**53
-)  # beyond, a float64 and most readers of JSON and YAML no longer have each whole number
+# Beyond it a float64, and most readers of JSON and YAML, no longer have each whole number.
+LARGEST = 2**53
 LONGEST = 64 * 2**10  # characters of one text
 MOST = 10_000  # values in all
 DEEPEST = 32

@@ -58,7 +58,7 @@ class Slurm(Section):
     def _not_ours(cls, options: list[str]) -> list[str]:
         for option in options:
             name = re.split(r"[= ]", option)[0]
-            if not re.fullmatch(r"--?[a-zA-Z][^\n\r]*", option):
+            if not re.fullmatch(r"--?[a-zA-Z][^\x00-\x1f\x7f-\x9f\u2028\u2029]*", option):
                 raise ValueError(f"got {option!r}, expected one sbatch option such as --exclusive")
             if name in SET_BY_MUSTER:
                 raise ValueError(f"{name} is not for slurm.options: {SET_BY_MUSTER[name]}")
@@ -91,6 +91,12 @@ SET_BY_MUSTER = {
         "the log is in the run directory"),
     **dict.fromkeys(("--array", "-a"), "one run is one job"),
 }  # fmt: skip
+
+
+# Folders of an image over which nothing is mounted.
+SYSTEM = {
+    *("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr")
+}
 
 
 def in_seconds(limit: str) -> int | None:
@@ -163,11 +169,30 @@ class Kubernetes(Section):
         in_bytes(value)
         return value
 
+    @field_validator("image")
+    @classmethod
+    def _reference(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-zA-Z0-9][\w.:/@-]*", value, re.ASCII):
+            raise ValueError(f"got {value!r}, expected an image such as ghcr.io/someone/muster:1")
+        return value
+
+    @field_validator("gpu_resource", "infiniband")
+    @classmethod
+    def _resource(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(
+            r"([a-z0-9][a-z0-9.-]*/)?[a-zA-Z0-9][\w.-]*", value, re.ASCII
+        ):
+            raise ValueError(f"got {value!r}, expected a resource such as nvidia.com/gpu")
+        return value
+
     @field_validator("mount_path")
     @classmethod
-    def _absolute(cls, value: str) -> str:
-        if not re.fullmatch(r"(/[^/:]+)+", value):
+    def _own_folder(cls, value: str) -> str:
+        parts = value.split("/")
+        if not re.fullmatch(r"(/[\w .,+@%=-]+)+", value) or {".", ".."} & set(parts):
             raise ValueError(f"got {value!r}, expected a folder from the root, such as /workspace")
+        if parts[1] in SYSTEM:
+            raise ValueError(f"/{parts[1]} is the image's own; give a folder such as /workspace")
         return value
 
     @field_validator("user", mode="before")

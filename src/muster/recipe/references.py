@@ -31,13 +31,11 @@ PLAIN = re.compile(
 )
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:\s*['\"]?([A-Za-z_]\w*)['\"]?\s*[,}]")
 _REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|dict\.keys|dict\.values):)?\s*([^${}:,]*)")
-_DECODED = re.compile(
-    r"\$\{oc\.decode:\s*\$\{oc\.env:[^${}]*\}\s*\}"
-)  # a number from the environment
-_UNBOUNDED = (
-    re.compile(  # keys that are only known while they are resolved, and text that becomes values
-        r"\$\{[^{}:]*\$\{|\$\{\s*oc\.(?:select|dict\.\w+):[^{}]*\$\{|\$\{\s*oc\.(?:create|decode):"
-    )
+# A number from the environment.
+_DECODED = re.compile(r"\$\{oc\.decode:\s*\$\{oc\.env:[^${}]*\}\s*\}")
+# Keys that are only known while they are resolved, and text that becomes values.
+_UNBOUNDED = re.compile(
+    r"\$\{[^{}:]*\$\{|\$\{\s*oc\.(?:select|dict\.\w+):[^{}]*\$\{|\$\{\s*oc\.(?:create|decode):"
 )
 
 

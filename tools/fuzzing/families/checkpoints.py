@@ -21,7 +21,7 @@ from fuzzing.reader import Case, reader
 from muster.inference.load import load_trained
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.training.checkpoint import FORMAT
+from muster.training.manifest import FORMAT
 
 
 class _Evil:
