@@ -63,20 +63,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sets that were not asked for are left out. Files that take long come first, so that all
-    workers have something to do until the end."""
+    """Sets that were not asked for are left out, other than tests that are named one by one. Files that take
+    long come first, so that all workers have something to do until the end."""
     asked = {name for name in SETS if config.getoption(f"--{name}")}
-    chosen = [item for item in items if _in_sets(item, asked)]
-    config.hook.pytest_deselected(items=[item for item in items if not _in_sets(item, asked)])
+    chosen = [i for i in items if _in_sets(i, asked, named=i.nodeid in config.args)]
+    config.hook.pytest_deselected(items=list(set(items) - set(chosen)))
     items[:] = sorted(chosen, key=lambda item: item.path.parent.name not in LONG)
 
 
-def _in_sets(item: pytest.Item, asked: set[str]) -> bool:
+def _in_sets(item: pytest.Item, asked: set[str], *, named: bool) -> bool:
     """`--guides` and `--gpu` are sets of their own; `--full` adds to the ordinary one. Tests for both
     CPU ranks and GPUs are also in the set for GPUs."""
     if "gpu" in asked:
         return any(item.get_closest_marker(name) for name in ("gpu", "both"))
     needed = {name for name in SETS if item.get_closest_marker(name)}
+    if named:
+        return needed <= asked | {"full", "guides"}
     return needed <= asked and ("guides" in needed) == ("guides" in asked)
 
 

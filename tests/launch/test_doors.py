@@ -82,6 +82,7 @@ def test_ranks_in_new_interpreters_train_alike(undisturbed, recipe, tmp_path):
     assert said_of(tmp_path) == as_alone(undisturbed)
 
 
+@pytest.mark.guides
 def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe, tmp_path):
     command = [*TORCHRUN, "--max-restarts=2", *MUSTER[1:], "train", recipe]
     go = tmp_path / "go"
@@ -111,6 +112,7 @@ def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.guides
 def test_a_batch_made_of_two_numbers_stays_on_other_ranks(undisturbed, recipe, tmp_path):
     """2 × 4 × one rank is the tiny recipe's 8; two ranks would make 16 of the same words."""
     words = [recipe, "--run", "mine", "~training.global_batch_size"]

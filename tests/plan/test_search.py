@@ -108,7 +108,8 @@ def test_ties_go_to_the_simpler():
     assert rank([clearly, other])[0] is other
 
 
-@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("thorough", [False, True])
 def test_nothing_fits_and_it_is_said_what_would_help(thorough):
     thing = subject(*LLAMA)
     plans = planner(thing, 2, gib=1.0)

@@ -92,6 +92,7 @@ def test_training_stopped_by_a_signal_goes_on_and_equals_one_process(tmp_path):
     assert "has seed, global batch and steps [42, 16, 8], this run [42, 8, 8]" in other
 
 
+@pytest.mark.guides
 def test_a_finished_run_begins_again_on_other_ranks_and_touches_nothing_else(tmp_path):
     theirs = tmp_path / "stopped.pt"
     theirs.write_text("not ours")

@@ -84,12 +84,11 @@ def test_a_model_in_pieces_answers_as_the_whole_one():
     ("line", "instead", "complaint"),
     [
         ('"ranks": mesh.world', '"ranks": 2 * mesh.world', "apart"),
-        pytest.param(
-            "stage >= first", "stage >= first - 1", "stage 1: gradients", marks=pytest.mark.full
-        ),
+        ("stage >= first", "stage >= first - 1", "stage 1: gradients"),
     ],
     ids=["other data", "another promise"],
 )
+@pytest.mark.full
 def test_a_broken_lesson_fails(tmp_path, line, instead, complaint):
     script = broken("03-deepspeed/deepspeed_train.py", line, instead, tmp_path)
     config = ["--deepspeed_config", CONFIGS / "zero1_config.json"]

@@ -86,7 +86,7 @@ def column(run: Path, name: str):
     ("command", "ranks", "strategy"),
     [
         (FSDP, 2, "fsdp"),
-        (HF, 2, "hf-ddp"),
+        pytest.param(HF, 2, "hf-ddp", marks=pytest.mark.guides),
         pytest.param(HF_ALONE, 1, "hf-ddp", marks=pytest.mark.full),
     ],
 )
