@@ -19,6 +19,8 @@ import pytest
 import muster
 import processes
 
+pytestmark = pytest.mark.guides
+
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONAL = {  # imported there only, where the recipe asks for it, and named in the error if absent
     "accelerate": {"hf_trainer.py"},

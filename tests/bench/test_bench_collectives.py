@@ -404,6 +404,7 @@ if "muster.bench.ranks" in sys.orig_argv and os.environ["RANK"] == "1":
 
 
 @on_cpu
+@pytest.mark.full
 def test_a_rank_that_hangs_is_named_by_those_that_waited(tmp_path):
     """Stopped once it has met the others, it answers nobody and does not end either."""
     (tmp_path / "sitecustomize.py").write_text(STOPS)

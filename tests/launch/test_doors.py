@@ -99,6 +99,7 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_run(undisturbed, recipe
     assert said_of(tmp_path) == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.guides
 def test_a_named_run_goes_on_under_torchrun(undisturbed, recipe, tmp_path):
     command = [*TORCHRUN, "-m", "--", "muster"]  # else torchrun takes --run for its own --run-path
     for words in ([recipe, "--run", "mine", "training.steps=4"], ["runs/mine", "training.steps=8"]):

@@ -116,7 +116,7 @@ class TestScript:
 
     def test_a_folder_that_sbatch_would_take_for_a_pattern_is_refused(self, tmp_path):
         with pytest.raises(LaunchError, match=r"logging\.dir"):
-            slurm.render(job(tmp_path / "50%"))
+            slurm.render(job(tmp_path / "50%" / "r"))
 
     def test_without_sbatch_the_script_is_there_and_named(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", "/nowhere")

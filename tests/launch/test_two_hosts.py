@@ -71,6 +71,7 @@ def test_two_hosts_train_as_one_process_does_and_restart_together(
     assert_as_alone(undisturbed, tmp_path)
 
 
+@pytest.mark.guides
 def test_a_cut_link_is_reported_by_name_within_the_limit(hosts, recipe, tmp_path):  # noqa: F811
     both = train(hosts, recipe, tmp_path, LONG, "distributed.timeout_s=16")
     while len(figures(tmp_path, "loss")) < 3:
@@ -100,6 +101,7 @@ def test_a_node_with_another_recipe_is_refused(hosts, recipe, tmp_path):  # noqa
     assert "node 1 has another recipe (training.lr" in " ".join(told.split())
 
 
+@pytest.mark.guides
 def test_a_node_that_never_comes_is_named(hosts, recipe, tmp_path):  # noqa: F811
     words = ["--gpus", "1", "--nodes", "2", "--master-addr", hosts[0].address, "--node-rank", "0"]
     lonely = hosts[0].muster("train", recipe, "distributed.timeout_s=4", *words, folder=tmp_path)

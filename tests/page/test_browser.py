@@ -21,7 +21,7 @@ from processes import muster, python_path, until
 
 for needed in ("selenium", "starlette", "uvicorn"):
     pytest.importorskip(needed, reason="pip install 'muster-train[page,dev]'")
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [pytest.mark.guides, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 TOKEN = "a-token-of-the-test"
 NASTY = '<img src="x" onerror="window.harmed = true">'

@@ -163,7 +163,6 @@ ORDINARY = {
     ("fsdp", "muon"),
     ("fsdp", "adafactor"),
     ("fsdp", "sgd"),
-    ("tensor × fsdp", "muon"),
     ("fsdp", "adamw-8bit"),
 }
 

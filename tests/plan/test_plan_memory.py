@@ -294,7 +294,7 @@ PEAKS: dict[str, tuple[str, dict[str, Any], int, str, int]] = {
 }
 
 
-ORDINARY_PEAKS = ("ddp accumulated", "whole gradients bf16")
+ORDINARY_PEAKS = ("whole gradients bf16",)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def test_a_copy_that_does_not_fit_is_sharded():
     assert "needs" in found.rejected["ddp"]
 
 
-@pytest.mark.parametrize("gpus", [1, pytest.param(8, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("gpus", [1, 8])
 def test_what_is_not_evaluated_would_not_have_won(gpus, monkeypatch):
     """From devices that hold one sample with full checkpointing to those that hold everything. Their host is
     so fast that each of the three ways of checkpointing wins somewhere."""

@@ -57,6 +57,7 @@ def test_a_lesson_notices_when_its_crucial_line_is_wrong(
 
 
 @pytest.mark.both
+@pytest.mark.guides
 def test_the_transformer_is_that_of_one_process():
     words = torchrun("02-fsdp/fsdp_transformer.py")
     found = re.search(r"claim holds on 2 rank\(s\): loss within (\S+) and gradient norm", words)

@@ -18,7 +18,9 @@ SHORT += ["evaluation.every_steps=null", "evaluation.final=false"]
     ("command", "ranks", "batch"),
     [
         pytest.param("python scripts/train.py", 1, 16, marks=pytest.mark.guides),
-        ("torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, 32),
+        pytest.param(
+            "torchrun --nproc_per_node=2 scripts/train_torchrun.py", 2, 32, marks=pytest.mark.guides
+        ),
         pytest.param(
             "python scripts/train_distributed.py distributed.devices=2",
             2,

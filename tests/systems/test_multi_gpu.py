@@ -102,6 +102,7 @@ def test_each_command_trains_and_leaves_the_same_results(trained, command, ranks
 
 
 @pytest.mark.both
+@pytest.mark.guides
 @pytest.mark.parametrize("command", [HF, HF_ALONE])
 def test_the_trainer_walks_the_same_path_as_musters_loop(trained, command):
     """Same weights, samples and learning rates: float32 sums in another order are all that differs."""

@@ -66,7 +66,9 @@ def compared(ranks: Any, folder: Path, recipe: Path, *rows: tuple[str, ...]) -> 
     ]
 
 
-@pytest.mark.parametrize("name", ["autoencoder", "text_classifier"])
+@pytest.mark.parametrize(
+    "name", ["text_classifier", pytest.param("autoencoder", marks=pytest.mark.full)]
+)
 def test_the_examples_of_the_manual_are_the_same_on_two_ranks(ranks, tmp_path, name):
     small = ("task_options.width=16",)
     rows = [(*small, f"distributed.strategy={strategy}") for strategy in ("ddp", "fsdp")]

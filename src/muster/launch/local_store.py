@@ -1,6 +1,7 @@
 """The store of ranks that are all on this machine: a file that only this user can open, and no port.
 
-It lies in memory where there is a /dev/shm: storage of a cluster may have no locks.
+It lies in the folder for temporary files, since storage of a cluster may have no locks. Not in /dev/shm: systemd
+empties that for a user who logs out, also under a run that goes on. Its lock keeps systemd-tmpfiles away too.
 """
 
 from __future__ import annotations
@@ -22,23 +23,30 @@ import torch.distributed as dist
 from muster.launch.cluster import RankInfo
 
 VARIABLE = "MUSTER_STORE"  # the folder, in the environment of the ranks
-PREFIX, LOCK = "muster-store-", "lock"
+PREFIX = "muster-store-"
 NEW_S = 60.0  # a folder so young may not be locked yet
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
     """A private folder, removed at the end, or by whoever makes the next one after a kill."""
-    root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    _remove_abandoned(root)
-    made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
-    with (made / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    made = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with _opened(made) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
         try:
             yield made
         finally:
             shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield held
+    finally:
+        os.close(held)
 
 
 def of_rank(rank_info: RankInfo, timeout_s: float) -> Any:
@@ -58,6 +66,6 @@ def _remove_abandoned(root: Path) -> None:
             facts = left.lstat()
             if facts.st_uid != os.geteuid() or time.time() - facts.st_mtime < NEW_S:
                 continue
-            with (left / LOCK).open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with _opened(left) as held:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)
