@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -27,11 +28,12 @@ from typing import Any, Literal
 import psutil
 
 from muster import writing
-from muster.errors import LaunchError, MusterError
+from muster.errors import LaunchError, MusterError, UnreadableError
 from muster.hardware import rehearsal
 from muster.observe import heartbeat
 from muster.observe.events import write_again
 from muster.observe.results import STOP_FILE, read_last
+from muster.reading import json_file
 from muster.reading.text import in_one_line
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,15 @@ Mode = Literal["private", "group", "umask"]
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
+# Of what is read here from run.json. What is of another kind counts as absent.
+KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("created", "owned", "ended"), (int, float)),
+    **dict.fromkeys(("pid", "pid_started", "exit_code", "ranks", "restarts"), int),
+    **dict.fromkeys(("state", "host", "boot", "pids"), str),
+    "failure": dict,
+}
+
+
 @dataclass(frozen=True)
 class Run:
     path: Path
@@ -56,14 +67,22 @@ class Run:
         return self.path.name
 
     def info(self) -> dict[str, Any]:
-        try:
-            return dict(json.loads((self.path / "run.json").read_text()))
-        except (OSError, ValueError):
-            return {}
+        with suppress(OSError):
+            return self._info()
+        return {}
+
+    def _info(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError, UnreadableError):
+            found = json_file.read(self.path / "run.json")
+            return {
+                k: v for k, v in found.items() if v is None or isinstance(v, KINDS.get(k, object))
+            }
+        return {}
 
     def update(self, **changes: Any) -> None:
+        """OSError where storage fails: what is in run.json must not be lost because it could not be read."""
         with self._locked():
-            writing.write_json(self.path / "run.json", {**self.info(), **changes})
+            writing.write_json(self.path / "run.json", {**self._info(), **changes})
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -119,12 +138,20 @@ class Run:
     def refuse_links(self) -> None:
         """A run directory may come from elsewhere, and what is written into it must not go anywhere else.
         Folders of much data may be moved to another disk."""
-        for path in itertools.chain(self.path.iterdir(), self.path.glob("ranks/*")):
-            if path.is_symlink() and path.name not in MOVABLE:
-                raise LaunchError(
-                    f"{path} is a link, and a run writes into no other place; remove it, or put a copy "
-                    "of what it points to there"
-                )
+        for folder, folders, files, here in os.fwalk(self.path):
+            for name in [*folders, *files]:
+                path = Path(folder, name)
+                try:
+                    mode = os.lstat(name, dir_fd=here).st_mode
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISLNK(mode) and not (path.parent == self.path and name in MOVABLE):
+                    raise LaunchError(
+                        f"{path} is a link, and a run writes into no other place; remove it, or put a copy "
+                        "of what it points to there"
+                    )
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
+                    raise LaunchError(f"{path} is a pipe, a socket or a device; remove it")
 
     def _taken(self) -> LaunchError:
         info = self.info()

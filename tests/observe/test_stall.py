@@ -86,6 +86,14 @@ def test_a_rank_without_a_heartbeat_ends_the_wait_after_a_minute_in_any_phase(cl
     assert clock.seconds(phase) == LEAST_S
 
 
+def test_slow_storage_of_another_rank_is_waited_for_as_long_as_its_bytes_move(clock):
+    clock.last = ("saving", 5, clock.now)
+    for passed in range(int(3 * LONGEST_S)):
+        clock.other("saving", idle=passed % 60, limit_s=LONGEST_S)
+        assert not clock.watch.stalled(clock.last, clock.now + passed)
+    assert clock.seconds(other="starting", limit_s=LONGEST_S) == LONGEST_S
+
+
 def test_a_rank_that_has_ended_is_not_missed(clock):
     clock.other("ended", 0.0, LONGEST_S, age=LEAST_S)
     assert clock.seconds("saving") == LONGEST_S

@@ -131,6 +131,7 @@ def test_a_document_that_is_too_deep_or_too_long_is_refused() -> None:
         ("API_KEY", "/data/corpus", False),
         ("MY_SECRET", "12345", False),
         ("DB_PASSWORD", "12345", False),
+        ("SLACK_WEBHOOK", "https://hooks.slack.com/services/T0/B0/x", False),
     ],
 )
 def test_a_variable_that_may_be_a_secret_does_not_reach_a_recipe(
@@ -148,6 +149,11 @@ def test_a_variable_that_may_be_a_secret_does_not_reach_a_recipe(
     hidden = f"description: ${{oc.env:{name},x}}"
     assert "is not put into a recipe" in refusal(file, BASE, hidden.replace(": ", "=", 1))
     assert "is not put into a recipe" in refusal(file, BASE + f"defaults: ['${{oc.env:{name}}}']\n")
+    for key in ('"a.b"', "1", "true", '"x.0.y"'):
+        options = (
+            f"task_options: {{{key}: '${{oc.env:{name}}}', x: {{{key}: ['${{oc.env:{name}}}']}}}}\n"
+        )
+        assert "is not put into a recipe" in refusal(file, BASE + options)
 
 
 def test_a_number_may_come_from_the_environment(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +24,9 @@ from muster.parallel.mesh import Mesh
 from muster.training.checkpoint import Checkpoints
 from muster.training.kept import kept_in
 from muster.training.loop import train
-from muster.training.manifest import open_checkpoint
+from muster.training.manifest import FORMAT, SEALED, open_checkpoint, sealed
 from muster.training.read_back import damaged, drop_cached
+from pool import RankError
 from training import make_job
 
 FILES = (".metadata", "__0_0.distcp", "assets.json", "manifest.json", "recipe.json")
@@ -152,6 +155,56 @@ def test_a_checkpoint_that_the_disk_changed_is_set_aside_and_written_again(ranks
     root = tmp_path / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["step-4.damaged", "step-6"]
     assert [one.problem for one in kept_in(root, verify=True)] == [None]
+
+
+def test_a_run_whose_last_checkpoint_the_disk_never_keeps_has_not_finished(ranks, recipe, tmp_path):
+    with pytest.raises(RankError) as failure:
+        ranks(2)(train_on_a_bad_disk, str(tmp_path), recipe, [3, 4])
+    assert failure.value.kind == "CheckpointError"
+    assert "did not keep the checkpoint step-6 as it was written, twice" in failure.value.message
+    assert "the newest complete one is step 4; check the disk" in failure.value.message
+
+
+FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "a list": (lambda m: [], "holds a list"),
+    "a number": (lambda m: 1, "holds a number"),
+    "only a format": (lambda m: {"format": m["format"]}, "it has no step"),
+    "a negative step": (lambda m: {**m, "trainer": {"step": -5}}, "it has no step"),
+    "no world": (lambda m: {**m, "world": None}, "it has no world and time"),
+    "no files": (lambda m: {**m, "files": {}}, "it has no files"),
+    "a list of files": (lambda m: {**m, "files": []}, "it has no files"),
+    "an empty entry": (lambda m: {**m, "files": {"a": {}}}, "no size and checksum of a"),
+    "a file elsewhere": (lambda m: {**m, "files": {"/etc/passwd": ENTRY}}, "is not inside"),
+    "a file above": (lambda m: {**m, "files": {"../../x": ENTRY}}, "is not inside"),
+    "depth": (lambda m: {**m, "trainer": nested(500)}, "deep in each other"),
+}
+ENTRY = {"bytes": 1, "sha256": "0"}
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("form", [FORMAT, SEALED])
+def test_a_forged_manifest_is_refused_in_a_sentence(two, tmp_path, name, form):
+    """Also with a checksum of its own that is right: anybody can compute it."""
+    root = shutil.copytree(two, tmp_path / "run")
+    path = root / "step-4" / "manifest.json"
+    forge, words = FORGED[name]
+    whole = {k: v for k, v in json.loads(path.read_text()).items() if k != "sha256"}
+    forged = forge({**whole, "format": form})
+    if form == SEALED and isinstance(forged, dict):
+        forged = sealed(forged)
+    path.write_text(json.dumps(forged))
+    with pytest.raises(CheckpointError, match="step-4") as refused:
+        open_checkpoint(root / "step-4")
+    assert words in str(refused.value)
+    assert words in str(kept_in(root)[0].problem)
+    assert open_checkpoint(root).path == root / "step-2"
 
 
 @pytest.fixture

@@ -235,7 +235,9 @@ def _elastic_node(
     """Only node 0 is told apart: by its --node-rank, or because the address is its own."""
     found = slurm_launcher(env)
     if found:
-        rank, address, port = found.rank if rank is None else rank, found.address, found.port
+        # With an address of its own, node 0 is another machine than SLURM's first.
+        rank = found.rank if rank is None and not address else rank
+        address, port = address or found.address, port or found.port
     if kubeflow_node(env):
         raise LaunchError(
             f"--nodes {least}:{most}, but Kubeflow's operator gives a job a fixed number of nodes; set "

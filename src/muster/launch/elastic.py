@@ -27,6 +27,7 @@ from muster.launch.signed_store import SignedStore
 from muster.observe.events import last_step, write_event
 from muster.observe.results import REGROUP_FILE, complete_steps
 from muster.run_directory import Run, here
+from muster.writing import touch
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,13 @@ class ElasticSupervisor(Supervisor):
             share=lambda offers: share(self.recipe, offers),
             machine=self._machine(),
             process=self._process,
-            on_growth=(self.run.path / REGROUP_FILE).touch,
+            on_growth=self._ask_to_regroup,
         )
+
+    def _ask_to_regroup(self) -> None:
+        """Storage that fails for a moment is asked again with the next heartbeat."""
+        with suppress(OSError):
+            touch(self.run.path / REGROUP_FILE)
 
     def _machine(self) -> str:
         """The same when this machine comes back. In a rehearsal several nodes may be one machine."""
@@ -84,14 +90,14 @@ class ElasticSupervisor(Supervisor):
         return self._process if rehearsal.active() else "/".join(here().values())
 
     def _join(self) -> None:
-        if self.is_master:
-            (self.run.path / REGROUP_FILE).unlink(missing_ok=True)
         while True:
             try:
                 self.nodes.join()
                 break
             except Node0LostError:
                 self._find_node_0()
+        if self.is_master:  # those who waited are here
+            (self.run.path / REGROUP_FILE).unlink(missing_ok=True)
         self.ranks = self.nodes.ranks
         if self.is_master:
             self._tell_world()

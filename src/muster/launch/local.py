@@ -92,16 +92,16 @@ class Supervisor:
         """Run until the end, restarting ranks that were killed. Returns the run's exit code."""
         from muster.launch import local_store
 
-        secret = self._secret()
-        self.nodes = self._connect(secret)
-        if self.is_master:
-            storage.reserve(self.run.path)
-            self.run.keep_alive()
-            self.nodes.publish(path=str(self.run.path.resolve()))
-        self._set_environment()
-        os.environ.update({SUPERVISOR: str(os.getpid()), run_secret.VARIABLE: secret.hex()})
-        os.environ.pop(local_store.VARIABLE, None)
         try:
+            secret = self._secret()
+            self.nodes = self._connect(secret)
+            if self.is_master:
+                storage.reserve(self.run.path)
+                self.run.keep_alive()
+                self.nodes.publish(path=str(self.run.path.resolve()))
+            self._set_environment()
+            os.environ.update({SUPERVISOR: str(os.getpid()), run_secret.VARIABLE: secret.hex()})
+            os.environ.pop(local_store.VARIABLE, None)
             if self.node.nodes > 1:
                 return self._attempts()
             with local_store.folder() as folder:
@@ -161,8 +161,9 @@ class Supervisor:
         before = failure.count_oom_kills()
         run_id = f"{self.run.name}.{self.nodes.attempt}"
         command = ("-m", WORKER, str(self.run.path))
-        folder = self.run.path / "ranks" / f".torchelastic-{self.node.rank}"
-        with collecting(self.run.path, str(self.node.rank)):
+        node = self.nodes.node.rank  # in this attempt
+        folder = self.run.path / "ranks" / f".torchelastic-{node}"
+        with collecting(self.run.path, str(node)):
             codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
         if not codes:
             return None

@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 MAC_BYTES, WRITER_BYTES, COUNT_BYTES = 32, 8, 8
 HEADER_BYTES = MAC_BYTES + WRITER_BYTES + COUNT_BYTES
 MOST_BYTES = 2**20  # of one value
-KEPT = 16  # of a process's own values, to be written again
+KEPT = (
+    16  # of a process's own values of attempts, whose keys begin with a number, to be written again
+)
 # Between looks at a key: torch's own wait warns at its end.
 LEAST_SLEEP_S, MOST_SLEEP_S = 0.005, 0.25
 AGAIN_S = 1.0  # of waiting, before values of this process's own are written again
@@ -113,14 +115,15 @@ class SignedStore:
         """Write the latest values of this process again where others have overwritten or removed them."""
         for key, signed in list(self._own.items()):
             there = self.raw.get(key) if self.raw.check([key]) else b""
-            if there != signed and self._verified(key, there) is None:
+            if there != signed and self._verified(key, there, tell=False) is None:
                 self.raw.set(key, signed)
 
     def _keep(self, key: str, signed: bytes) -> None:
         self._own.pop(key, None)
         self._own[key] = signed
-        if len(self._own) > KEPT:
-            del self._own[next(iter(self._own))]
+        of_attempts = [key for key in self._own if key[:1].isdigit()]
+        if len(of_attempts) > KEPT:
+            del self._own[of_attempts[0]]
 
     def _authentic(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values among those of `keys`, which exist, that are authentic."""
@@ -143,7 +146,7 @@ class SignedStore:
         where = f"{len(self.scope)}:{self.scope}:{len(key)}:{key}:".encode()
         return hmac.digest(self._secret or b"", where + rest, hashlib.sha256)
 
-    def _verified(self, key: str, value: bytes) -> bytes | None:
+    def _verified(self, key: str, value: bytes, *, tell: bool = True) -> bytes | None:
         """The payload, or None for a value that is foreign, too large, or older than one read before."""
         payload = value
         if len(value) > MOST_BYTES + HEADER_BYTES:
@@ -152,7 +155,7 @@ class SignedStore:
             why = ""
         else:
             payload, why = self._opened(key, value)
-        if why and key not in self._told:
+        if why and tell and key not in self._told:
             self._told.add(key)
             log.warning(
                 "another process writes into this run's store: its value of %s %s, and is ignored",

@@ -67,6 +67,11 @@ def beat(phase: str, step: int | None = None) -> None:
         _listener(phase)
 
 
+def current_phase() -> str | None:
+    """Of the latest beat."""
+    return _active.last[0] if _active is not None else None
+
+
 def listen(listener: Callable[[str], None] | None) -> None:
     """Call `listener` with each beat's phase, in the thread that beats: for the profiler."""
     global _listener

@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from muster.errors import UnreadableError
+from muster.reading import json_file
 from muster.writing import write_json as write_json
 
 MANIFEST = "manifest.json"  # of a checkpoint, written last
@@ -70,17 +72,22 @@ def complete_steps(run: Path) -> list[int]:
 
 def best_of(trainer: Mapping[str, Any]) -> int | None:
     """The best step so far, by the trainer's state in a manifest; None where none was chosen."""
-    selection = trainer.get("selection") or {}
-    return selection.get("best_step") if selection.get("keeps") else None
+    selection = trainer.get("selection")
+    if not isinstance(selection, dict) or not selection.get("keeps"):
+        return None
+    step = selection.get("best_step")
+    return step if isinstance(step, int) else None
 
 
 def selection_of(root: Path) -> dict[str, Any]:
     """What the newest complete checkpoint in `root` records of the best one: there is no other mark, so a
     kill at any moment leaves a mark and a checkpoint that agree. Empty where none was chosen."""
     for folder in step_folders(root):
-        with suppress(OSError, ValueError, KeyError):
-            trainer = json.loads((folder / MANIFEST).read_text())["trainer"]
-            return dict(trainer.get("selection") or {})
+        with suppress(OSError, UnreadableError):
+            trainer = json_file.read(folder / MANIFEST).get("trainer")
+            if isinstance(trainer, dict):
+                found = trainer.get("selection")
+                return found if isinstance(found, dict) else {}
     return {}
 
 

@@ -71,12 +71,12 @@ class Others:
                 self._unchanged[rank] = self._unchanged[rank] + 1 if same else 0
                 self._states[rank] = state
 
-    def at_work(self) -> bool:
-        """Whether one of them is alive and within the limit of what it does."""
+    def at_work(self, *, starting: bool) -> bool:
+        """Whether one of them is alive and within the limit of what it does, which while `starting` is none."""
         return any(
             self._unchanged[rank] < LOOKS
             and (
-                state["phase"] == STARTING
+                (starting and state["phase"] == STARTING)
                 or state["time"] - state["since"] < (state["limit_s"] or 0.0)
             )
             for rank, state in self._states.items()
@@ -112,7 +112,7 @@ class StallWatch:
         if last[0] in (STARTING, ENDED):
             return False
         limit = self.limit.of(last[0])
-        if not self.limit.adaptive or self._idle >= self.limit.longest_s:
+        if not self.limit.adaptive:
             return self._idle >= limit
         patience = min(LEAST_S, self.limit.longest_s)
         if self._idle < patience / 2:
@@ -120,4 +120,5 @@ class StallWatch:
         self._others.look()
         if self._idle >= patience and self._others.silent(patience):
             return True
-        return self._idle >= limit and not self._others.at_work()
+        starting = self._idle < self.limit.longest_s
+        return self._idle >= limit and not self._others.at_work(starting=starting)

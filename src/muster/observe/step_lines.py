@@ -90,10 +90,10 @@ class RankLines:
             self._thin()
 
     def _thin(self) -> None:
+        self._file.flush()
+        kept = thinned(self.path.read_bytes().splitlines(keepends=True))
+        write(self.path, b"".join(kept))  # on a full disk, the file stays as it is
         self._file.close()
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        kept = thinned(lines)
-        write(self.path, b"".join(kept))
         self._file, self._lines = open_own(self.path), len(kept)
 
     def flush(self) -> None:

@@ -49,7 +49,8 @@ class Growing:
                 self.inode, self.offset = found.st_ino, 0
             if samples is None or found.st_size - self.offset <= samples * BLOCK + TAIL:
                 file.seek(self.offset)
-                whole = _whole_lines(file.read(CHUNK))
+                while not (whole := _whole_lines(text := file.read(CHUNK))) and len(text) == CHUNK:
+                    self.offset += CHUNK  # no line is as long: a crash may leave many NULs
                 self.offset += len(whole)
                 return fresh, whole
             return fresh, b"".join(self._sample(file.fileno(), found.st_size, samples))

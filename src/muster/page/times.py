@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 from muster.page.document import Heat
 from muster.page.downsample import rounded
-from muster.page.files import Growing
+from muster.page.files import CHUNK, Growing
 from muster.page.table import Floats, parse
 
 BINS = 300  # at most, and at least half as many once there are so many steps
 TIMES = ("step", "compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
 COLUMNS = (*TIMES, "memory_gib")
 RECENT = 256  # steps kept of each rank
-READ_WHOLE = 16 * 2**20  # bytes of all ranks together; of more, samples are read
+READ_WHOLE = CHUNK  # bytes of all ranks together; of more, samples are read
 READERS = 16  # threads: on shared storage each read waits for the network
 HEAT_DIGITS = 4
 

@@ -22,6 +22,8 @@ from muster.torch_internals import _set_pg_timeout
 
 Backend = Literal["auto", "nccl", "gloo"]
 
+BACKGROUND_LIMIT = datetime.timedelta(days=1)
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -191,7 +193,8 @@ def join(
     dist.init_process_group(
         backend_for(backend, device), rank=rank, world_size=layout.world, timeout=limit, store=store
     )
-    background = dist.new_group(backend="gloo", timeout=limit)
+    # A rank may wait for another's slow storage as long as that one makes progress: see `StallWatch`.
+    background = dist.new_group(backend="gloo", timeout=BACKGROUND_LIMIT)
     if rehearsal.active() and device.type == "cuda":
         ranks_per_gpu = _share_gpu(device, layout.world)
     axes, context = _axes(layout, device, limit)

@@ -19,7 +19,8 @@ MOST = 2**20  # characters and values after expansion
 CHAIN = 2 * DEEPEST  # references to references
 
 SECRET = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|PRIVATE|SESSION|JWT|SIGN", re.I
+    r"KEY|TOKEN|SECRET|PASS|PWD|CRED|AUTH|COOKIE|PRIVATE|SESSION|JWT|SIGN|HOOK|DSN|(^|_)PIN(_|$)",
+    re.I,
 )
 PEOPLE = ("USER", "LOGNAME", "HOSTNAME", "HOST")
 PLACES = ("PWD", "OLDPWD")
@@ -106,8 +107,13 @@ def check(document: Mapping[Any, Any]) -> None:
         return total
 
     for name, value in _leaves("", document):
-        if isinstance(value, str) and "${" in value:
-            size_of(name)
+        if (
+            isinstance(value, str) and "${" in value
+        ):  # by value: a key may hold a dot, or be a number
+            waiting.append(name)
+            lengths[name] = 1
+            weigh(name, value)
+            waiting.pop()
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -32,7 +32,15 @@ from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
 from muster.torch_internals import tree_leaves
 from muster.training.checkpoint_reader import METADATA, CheckpointReader
-from muster.training.manifest import Saved, file_entry, read_manifest, remove, sealed, verify
+from muster.training.manifest import (
+    Saved,
+    bytes_in,
+    file_entry,
+    read_manifest,
+    remove,
+    sealed,
+    verify,
+)
 from muster.training.read_back import damaged, set_aside
 from muster.writing import make_folder, write
 
@@ -121,10 +129,15 @@ class Checkpoints:
         state = engine.state()
         _load(state, saved)
         engine.load_state(state)
+        if saved.path.parent == self.root:  # not another run's
+            self.last_saved = saved.step
         return dict(saved.manifest["trainer"])
 
-    def save(self, step: int, engine: Engine, trainer: dict[str, Any]) -> float:
-        """Start saving after `step` steps; returns the seconds that training was blocked."""
+    def save(
+        self, step: int, engine: Engine, trainer: dict[str, Any], *, required: bool = False
+    ) -> float:
+        """Start saving after `step` steps; returns the seconds that training was blocked. A `required` one is an
+        error where the disk does not keep it; another is left to the next."""
         begin = time.perf_counter()
         beat("saving")
         self.wait()
@@ -145,7 +158,7 @@ class Checkpoints:
         )
         self._thread = threading.Thread(
             target=self._write,
-            args=(stager.stage(state), folder, {"step": step, **trainer}),
+            args=(stager.stage(state), folder, {"step": step, **trainer}, required),
             name="checkpoint",
         )
         self._thread.start()
@@ -172,7 +185,7 @@ class Checkpoints:
         before = (0, 0)
         while thread.is_alive():
             thread.join(POLL_S)
-            now = (_size(self.root), self._bytes_read)
+            now = (sum(map(bytes_in, step_folders(self.root)[:1])), self._bytes_read)
             if now != before:
                 beat("saving")
             before = now
@@ -196,7 +209,7 @@ class Checkpoints:
             else "none is complete yet"
         )
 
-    def _write(self, staged: Any, folder: Path, trainer: dict[str, Any]) -> None:
+    def _write(self, staged: Any, folder: Path, trainer: dict[str, Any], required: bool) -> None:
         """In the background: shards, then hashes, then, on rank 0, the manifest and the pruning.
 
         dcp.async_save has no part in it: its thread would begin on GPU 0 and create a CUDA context
@@ -205,8 +218,15 @@ class Checkpoints:
         try:
             if self.mesh.device.type == "cuda":
                 torch.cuda.set_device(self.mesh.device)
-            if any(self._written(staged, folder, trainer, last=last) for last in (False, True)):
-                self.last_saved = trainer["step"]
+            for last in (False, True):
+                if self._written(staged, folder, trainer, last=last):
+                    self.last_saved = trainer["step"]
+                    return
+            if required:
+                raise CheckpointError(
+                    f"the disk did not keep the checkpoint {folder.name} as it was written, twice, and there is "
+                    f"none after it; {self.newest_complete()}; check the disk, or the server, of {self.root}"
+                )
         except (OSError, CheckpointException) as error:
             self._error = self._explain(error, folder)
         except BaseException as error:  # not a disk error: keep its message and traceback
@@ -225,6 +245,7 @@ class Checkpoints:
         if self.reads_back and not self._same_on_disk(folder, own, last):
             return False
         if self.mesh.first:
+            read_manifest(folder)  # every rank's files are in this folder, at their sizes
             self._prune(trainer["step"], best_of(trainer))
             if self.mirror is not None:
                 self.mirror.update()
@@ -234,13 +255,13 @@ class Checkpoints:
         """Each rank reads what it wrote, on its own machine. What differs is set aside by rank 0."""
         problems = [p for found in self._gather(damaged(folder, own, self._moved)) for p in found]
         if problems and self.mesh.first:
-            aside = set_aside(folder)
+            became = set_aside(folder)
             then = (
                 f"training goes on, and {self.newest_complete()}" if last else "it is written again"
             )
             words = (
                 f"the disk did not keep the checkpoint {folder.name} as it was written: {'; '.join(problems)}; "
-                f"it was renamed to {aside.name}, and {then}; check the disk, or the server, of {self.root}"
+                f"{became}, and {then}; check the disk, or the server, of {self.root}"
             )
             log.warning("%s", words)
             self.tell("warning", words=words)
@@ -322,15 +343,6 @@ class Checkpoints:
 def _only_best(folder: Path) -> bool:
     """Whether it was saved only because it was the best then, at a step where no checkpoint was due."""
     try:
-        return bool(json.loads((folder / MANIFEST).read_text())["trainer"].get("only_best"))
-    except (OSError, ValueError, KeyError):  # a damaged one is no reason to end a run
+        return bool(read_manifest(folder)["trainer"].get("only_best"))
+    except (OSError, CheckpointError):  # a damaged one is no reason to end a run
         return False
-
-
-def _size(root: Path) -> int:
-    """Bytes in the newest checkpoint, ignoring files that vanish."""
-    folders, total = step_folders(root), 0
-    for path in folders[0].iterdir() if folders else ():
-        with suppress(OSError):
-            total += path.stat().st_size
-    return total

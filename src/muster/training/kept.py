@@ -7,7 +7,7 @@ from pathlib import Path
 
 from muster.errors import CheckpointError
 from muster.observe.results import MANIFEST, best_step, step_folders, step_of
-from muster.training.manifest import read_manifest
+from muster.training.manifest import bytes_in, read_manifest
 from muster.training.read_back import SET_ASIDE, damaged
 
 
@@ -33,10 +33,10 @@ def kept_in(root: Path, *, verify: bool = False) -> list[Kept]:
 
 
 def _kept(folder: Path, best: int | None, verify: bool) -> Kept:
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = bytes_in(folder)
     try:
         manifest = read_manifest(folder)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:  # OSError: the run removes it just now
         return Kept(folder, size, str(error).removeprefix(f"{folder}: "))
     problems = damaged(folder, manifest["files"]) if verify else []
     return Kept(

@@ -69,9 +69,9 @@ def train(job: Job) -> int:
             last = last or job.ended_early
             saves = saves or launched.stop or (last and saving.final)
             if saves or best:
-                _save(job, done, only_best=not saves)
+                _save(job, done, only_best=not saves, required=last)
             elif compares:
-                compare(job, done)
+                _compare(job, done)
             if saves and not last:
                 _start_again_if_asked(job, done)
             if evaluates or saves or compares:
@@ -240,22 +240,30 @@ def _evaluate(job: Job, done: int, *splits: Split) -> Evaluation | None:
     return None
 
 
-def _save(job: Job, done: int, *, only_best: bool) -> None:
-    compare(job, done)
+def _save(job: Job, done: int, *, only_best: bool, required: bool) -> None:
+    _compare(job, done)
     sync_buffers(job)
     trainer: dict[str, Any] = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
     if job.selection is not None:
         trainer |= {"selection": job.selection.state(), "only_best": only_best}
     with memory.oom_context(job, done - 1, "save"):
-        stall = job.checkpoints.save(done, job.engine, trainer)
+        stall = job.checkpoints.save(done, job.engine, trainer, required=required)
     job.observer.event("checkpoint", step=done, stall_s=stall)
 
 
+def _compare(job: Job, done: int) -> None:
+    with memory.oom_context(job, done - 1, "comparison of replicas"):
+        compare(job, done)
+
+
 def _start_again_if_asked(job: Job, done: int) -> None:
-    """Nodes wait to take part: once the checkpoint is complete, all ranks end, to start again with them."""
-    if job.mesh.gather(job.observer.regroup_requested())[0]:
+    """Nodes wait to take part: once the checkpoint is complete, all ranks end, to start again with them. One
+    that the disk did not keep is left to the next."""
+    if not job.mesh.gather(job.observer.regroup_requested())[0]:
+        return
+    job.checkpoints.wait()
+    if job.checkpoints.last_saved == done:
         job.observer.flush(job.mesh)
-        job.checkpoints.wait()
         raise StartAgain(f"more ranks are here; all start again from the checkpoint of step {done}")
 
 

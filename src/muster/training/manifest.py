@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.errors import CheckpointError
+from muster.errors import CheckpointError, UnreadableError
 from muster.observe.results import MANIFEST, step_folders
+from muster.reading import json_file
+from muster.reading.inside import inside
+from muster.reading.text import in_one_line
 
 FORMAT = 2  # without a checksum of the manifest itself: still read
 SEALED = 4  # with one. No single bit turns one number into the other
@@ -36,25 +40,51 @@ def digest(path: Path) -> str:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest, with every file present at its size. `verify` checks the checksums."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json_file.read(folder / MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
         ) from None
-    except ValueError:
-        raise CheckpointError(f"{folder}: {MANIFEST} is damaged") from None
+    except UnreadableError as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error})") from None
     if manifest.get("format") not in (FORMAT, SEALED):
         raise CheckpointError(
-            f"{folder}: {MANIFEST} has format {manifest.get('format')}, expected {SEALED}"
+            f"{folder}: {MANIFEST} has format {in_one_line(manifest.get('format'))}, expected {SEALED}"
         )
     if manifest["format"] == SEALED and manifest.pop("sha256", None) != _checksum(manifest):
         raise CheckpointError(f"{folder}: {MANIFEST} does not match its own checksum")
+    if missing := _misshapen(manifest):
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged: it has no {missing}")
     for name, entry in manifest["files"].items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        try:
+            path = inside(folder, name, folder / MANIFEST)
+        except UnreadableError as error:
+            raise CheckpointError(str(error)) from None
+        size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
             raise CheckpointError(f"{folder}: {name} {has}")
-    return dict(manifest)
+    return manifest
+
+
+def _misshapen(manifest: dict[str, Any]) -> str | None:
+    """What is not there, or is of another kind: anyone may have written it."""
+    files, trainer = manifest.get("files"), manifest.get("trainer")
+    if not isinstance(trainer, dict) or not _is_count(trainer.get("step")):
+        return "step"
+    if not _is_count(manifest.get("world")) or not isinstance(manifest.get("time"), int | float):
+        return "world and time"
+    if not isinstance(files, dict) or not files:
+        return "files"
+    for name, entry in files.items():
+        whole = isinstance(entry, dict) and _is_count(entry.get("bytes"))
+        if not whole or not isinstance(entry.get("sha256"), str):
+            return f"size and checksum of {in_one_line(name)}"
+    return None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def sealed(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -101,6 +131,16 @@ def open_checkpoint(path: Path, part: int = 0, parts: int = 1) -> Saved:
             continue
         return Saved(folder, manifest)
     raise CheckpointError(f"no complete checkpoint in {path}: {'; '.join(problems)}")
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files, ignoring those that vanish."""
+    total = 0
+    with suppress(OSError):
+        for path in folder.rglob("*"):
+            with suppress(OSError):
+                total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def remove(folder: Path) -> None:

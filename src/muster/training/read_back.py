@@ -10,8 +10,12 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from muster.observe.results import MANIFEST
+from muster.training.manifest import bytes_in
 
 PIECE = 2**22  # bytes read at a time
 SET_ASIDE = ".damaged"
@@ -19,9 +23,10 @@ SET_ASIDE = ".damaged"
 
 def drop_cached(file: BinaryIO) -> None:
     """The kernel's copies of the file's pages, once they are on the disk: the next read comes from there. On
-    network storage the server may still have its own."""
-    os.fsync(file.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    network storage the server may still have its own. A file system that knows neither call is read all the same."""
+    with suppress(OSError):
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def damaged(
@@ -52,8 +57,17 @@ def _problem(
     return None if read.hexdigest() == entry["sha256"] else f"{name} does not match its checksum"
 
 
-def set_aside(folder: Path) -> Path:
-    """Under a name that no checkpoint has; one set aside earlier goes."""
+def set_aside(folder: Path) -> str:
+    """Under a name that no checkpoint has; one set aside earlier goes. Without its manifest first, so that whatever
+    fails, it counts as incomplete. Returns what became of it; where a second copy would not fit, it goes."""
+    (folder / MANIFEST).unlink(missing_ok=True)
     for earlier in folder.parent.glob(f"step-*{SET_ASIDE}"):
         shutil.rmtree(earlier, ignore_errors=True)
-    return folder.rename(folder.with_name(folder.name + SET_ASIDE))
+    if shutil.disk_usage(folder).free < bytes_in(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return "it was removed"
+    try:
+        aside = folder.rename(folder.with_name(folder.name + SET_ASIDE))
+    except OSError as error:
+        return f"it could not be renamed ({error.strerror}) and counts as incomplete"
+    return f"it was renamed to {aside.name}"

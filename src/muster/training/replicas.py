@@ -32,7 +32,12 @@ def compare(job: Job, done: int) -> None:
         return
     begin = time.perf_counter()
     beat("comparing replicas")
-    problem = difference(job.mesh, by_part(job.engine.held()))
+    tensors = list(job.engine.held())
+    shared = _shared(job.mesh, {held.part for held in tensors})
+    if not shared:
+        return
+    mine = shared[job.mesh.rank]
+    problem = difference(job.mesh, by_part(held for held in tensors if held.part in mine))
     if problem is not None:
         job.checkpoints.wait()  # for an earlier one that is being written
         raise ReplicaError(
@@ -40,6 +45,14 @@ def compare(job: Job, done: int) -> None:
             "the faulty device with muster check, then go on without it from that checkpoint"
         )
     job.compared(time.perf_counter() - begin)
+
+
+def _shared(mesh: Mesh, parts: set[str]) -> list[set[str]]:
+    """Of each rank, the parts that another rank on a device of its kind holds too; empty if no rank has any."""
+    told = mesh.gather((_kind(mesh.device), sorted(parts)))
+    holders = Counter((kind, part) for kind, found in told for part in found)
+    shared = [{part for part in found if holders[kind, part] > 1} for kind, found in told]
+    return shared if any(shared) else []
 
 
 def difference(mesh: Mesh, mine: Mapping[str, Hashes]) -> str | None:
@@ -76,8 +89,8 @@ def _words(values: Mapping[int, str], told: Sequence[tuple[str, Hashes]]) -> str
     odd = " and ".join(f"rank {rank} ({told[rank][0]})" for rank in wrong)
     others = ", ".join(map(str, sorted(right)))
     return (
-        f"{odd} differs from the other ranks ({others}) in {what}, where all should be equal: its memory or a "
-        "computation is faulty"
+        f"{odd} differ{'s' if len(wrong) == 1 else ''} from the other ranks ({others}) in {what}, where all should be equal: memory or a "
+        "computation there is faulty"
     )
 
 

@@ -21,7 +21,7 @@ from muster.auto import AutoChoice
 from muster.data.loader import Batch
 from muster.errors import StartAgain
 from muster.observe.choices import write_choices
-from muster.observe.heartbeat import beat
+from muster.observe.heartbeat import beat, current_phase
 from muster.observe.memory import out_of_memory
 from muster.parallel import compilation, state
 from muster.parallel.conflicts import no_graphs
@@ -33,6 +33,7 @@ from muster.training.job import Job
 
 log = logging.getLogger(__name__)
 
+COMPILING = "compiling"
 TRIALS = 5  # passes that are timed
 WORTH_REPLAYING = 0.985  # of the time of launched kernels
 
@@ -67,10 +68,16 @@ def warm_up(job: Job) -> None:
 
 @cache
 def _tell_compilation() -> None:
-    """It may take minutes, in which this rank is not stalled."""
-    compilation.tell_compilation(
-        begins=lambda: beat("compiling"), ends=lambda: beat("forward and backward")
-    )
+    """It may take minutes, in which this rank is not stalled. Evaluations and optimizers are compiled too."""
+    interrupted = "forward and backward"
+
+    def begins() -> None:
+        nonlocal interrupted
+        if (phase := current_phase()) not in (None, COMPILING):
+            interrupted = str(phase)
+        beat(COMPILING)
+
+    compilation.tell_compilation(begins=begins, ends=lambda: beat(interrupted))
 
 
 def _try_costliest(job: Job) -> None:
