@@ -17,7 +17,7 @@ from muster.recipe.describe import keys
 from muster.recipe.load import from_resolved, load
 from muster.run_directory import Run
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
-from muster.training.manifest import FORMAT
+from muster.training.manifest import FORMAT, file_entry
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
 
@@ -75,7 +75,9 @@ def old_run(tmp_path) -> Run:
     folder.mkdir(parents=True)
     (folder / "x.distcp").touch()
     (folder / "recipe.json").write_text(json.dumps(older))
-    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "step": 2, "files": {}}))
+    files = {"recipe.json": file_entry(folder / "recipe.json")}
+    manifest = {"format": FORMAT, "trainer": {"step": 2}, "files": files}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
     return run
 
 

@@ -43,8 +43,8 @@ def _kept(folder: Path, best: int | None, verify: bool) -> Kept:
         folder,
         size,
         "; ".join(problems) or None,
-        manifest["time"],
-        manifest["world"],
+        manifest.get("time"),
+        manifest.get("world"),
         step_of(folder) == best,
     )
 

@@ -72,7 +72,9 @@ def _misshapen(manifest: dict[str, Any]) -> str | None:
     files, trainer = manifest.get("files"), manifest.get("trainer")
     if not isinstance(trainer, dict) or not _is_count(trainer.get("step")):
         return "step"
-    if not _is_count(manifest.get("world")) or not isinstance(manifest.get("time"), int | float):
+    if not _is_count(manifest.get("world", 1)) or not isinstance(
+        manifest.get("time", 0), int | float
+    ):
         return "world and time"
     if not isinstance(files, dict) or not files:
         return "files"
