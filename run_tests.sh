@@ -9,7 +9,7 @@ usage() {
 ./run_tests.sh --full       the same with long series of kills, complete tables, broken lessons, and mypy
 ./run_tests.sh --gpu        on NVIDIA GPUs, one or more: strategies, checkpoints, failures over NCCL (docs/rehearsal.md)
 ./run_tests.sh --guides     the commands of the guides behind systems/, as printed, by torchrun, deepspeed, srun, mpirun;
-                            the Python page and its notebook; two hosts; the live page in a browser; the wheel
+                            the Python page and its notebook; two hosts; the live page in a browser; muster bench; the wheel
 ./run_tests.sh --mutations  plants each fault of tests/mutations.yaml and sees its test fail
 ./run_tests.sh tests/train -k parity    anything else goes to pytest, in one process
 TEXT
@@ -54,7 +54,7 @@ case " ${sets[*]} " in
     [ ${#sets[@]} = 1 ] || { echo "error: --guides is a set of its own; leave out the others" >&2; exit 2; }
     exec "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \
       tests/guides tests/systems tests/api tests/launch/test_doors.py tests/launch/test_slurm.py \
-      tests/launch/test_two_hosts.py tests/page/test_browser.py tests/test_packaging.py
+      tests/launch/test_two_hosts.py tests/bench tests/page/test_browser.py tests/test_packaging.py
     ;;
 esac
 

@@ -72,13 +72,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _in_sets(item: pytest.Item, asked: set[str], *, named: bool) -> bool:
-    """`--guides` and `--gpu` are sets of their own; `--full` adds to the ordinary one. Tests for both
-    CPU ranks and GPUs are also in the set for GPUs."""
+    """`--guides` and `--gpu` are sets of their own; `--full` adds to the ordinary one, of files for `--guides` too.
+    Tests for both CPU ranks and GPUs are also in the set for GPUs."""
     if "gpu" in asked:
         return any(item.get_closest_marker(name) for name in ("gpu", "both"))
     needed = {name for name in SETS if item.get_closest_marker(name)}
     if named:
         return needed <= asked | {"full", "guides"}
+    if "full" in needed:
+        return needed - {"guides"} <= asked
     return needed <= asked and ("guides" in needed) == ("guides" in asked)
 
 

@@ -22,6 +22,8 @@ from muster.parallel.mesh import Mesh
 from muster.planner.dtensor_recorder import DTensorRecorder
 from muster.planner.messages import Message
 
+pytestmark = pytest.mark.guides
+
 SMALL = ["training.global_batch_size=1", "data.sequence_length=32"]
 
 

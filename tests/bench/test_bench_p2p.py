@@ -20,6 +20,8 @@ from muster.cli import app
 from muster.probes.pairs import one_pair_at_a_time, round_robin
 from processes import muster
 
+pytestmark = pytest.mark.guides
+
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure the GPU")
 
 

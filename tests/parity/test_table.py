@@ -13,7 +13,6 @@ MODELS = ("gpt", "llama", "lmu", "whisper")
 # pipeline and the three-dimensional layout, whose parts are tested here.
 ORDINARY = {
     ("ddp", 2, "gpt", 4),
-    ("fsdp", 2, "whisper", 4),
     ("fsdp", 2, "lmu", 4),
     ("fsdp", 4, "llama", 1),
     ("hsdp", 4, "gpt", 1),

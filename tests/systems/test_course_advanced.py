@@ -33,6 +33,7 @@ def test_the_hybrid_with_a_pipeline_trains_as_one_process():
         assert f"pipeline 2 × replicate 1 × {shape}: losses and gradient norms within" in words
 
 
+@pytest.mark.guides
 def test_a_pipeline_has_the_gradients_of_one_process_and_few_micro_batches_in_flight():
     words = torchrun("05-advanced/pipeline_parallelism.py", "--length", "32")
     assert "2 stage(s), 4 micro-batches: gradients within" in words
@@ -40,6 +41,7 @@ def test_a_pipeline_has_the_gradients_of_one_process_and_few_micro_batches_in_fl
     assert re.findall(r"rank \d: layers .*, (\d) in flight", words) == ["4", "4", "2", "1"]
 
 
+@pytest.mark.guides
 def test_all_ranks_skip_the_step_that_overflows_on_one():
     words = torchrun("05-advanced/fp16_gradscaler.py")
     assert "2 rank(s): 100% of an unscaled float16 gradient is lost" in words
@@ -54,6 +56,7 @@ def test_ranks_that_do_not_agree_on_a_skipped_step_are_noticed(tmp_path):
 
 
 @pytest.mark.both
+@pytest.mark.guides
 def test_accumulated_is_the_large_batch_and_the_mean_of_means_is_not():
     words = torchrun("05-advanced/gradient_accumulation.py", "--length", "32")
     assert "2 rank(s) × 4 micro-batches equal the large batch" in words
