@@ -199,7 +199,7 @@ def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
     cluster, recipe, undisturbed, tmp_path, interrupt, tasks, steps
 ):
     """At a preemption the tasks are told, near the time limit the batch script."""
-    folder = tmp_path / 'a run\'s "own" folder'
+    folder = tmp_path / 'a run\'s "own" folder' / "r"
     slow = slow_steps(tmp_path)
     one = replace(job(folder, f"slurm.tasks={tasks}", recipe=recipe), environment=slow)
     run = Run(one.run)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import LaunchError
-from muster.launch import rendezvous, secret
+from muster.launch import secret
 from muster.launch.cluster import Node
-from muster.launch.local import Supervisor
+from muster.launch.local import Supervisor, secret_of_node_0
 from muster.launch.membership import ElasticNodes, Node0LostError
 from muster.launch.nodes import RunEndedError
 from muster.launch.share import share
-from muster.launch.signed_store import SignedStore
 from muster.observe.events import last_step, write_event
 from muster.observe.results import REGROUP_FILE, complete_steps
 from muster.run_directory import Run, here
@@ -135,12 +134,9 @@ class ElasticSupervisor(Supervisor):
 
     def _new_secret(self, within_s: float) -> bytes:
         """Of the node 0 that listens now, for this node and its ranks; refused if it has another run."""
-        store = rendezvous.connect(self.node.address, self.node.port, within_s)
         os.environ[secret.VARIABLE] = self._users_secret  # with which the file's is mixed
-        found = secret.read(self.run.path)
+        found = secret_of_node_0(self.run, self.node, within_s)
         os.environ[secret.VARIABLE] = found.hex()
-        if not SignedStore(store, found).check(["run"]):
-            raise LaunchError(f"{self.node.address}:{self.node.port} is not node 0 of this run")
         return found
 
     def _command(self, address: str) -> str:

@@ -116,7 +116,9 @@ class Supervisor:
         """Other nodes read it from the run directory."""
         if self.node.nodes == 1:
             return secrets.token_bytes(run_secret.BYTES)
-        return run_secret.make(self.run.path) if self.is_master else run_secret.read(self.run.path)
+        if self.is_master:
+            return run_secret.make(self.run.path)
+        return secret_of_node_0(self.run, self.node, self.recipe.distributed.timeout_s)
 
     def _attempts(self) -> int:
         while True:
@@ -290,6 +292,24 @@ def _verified_run(store: Any, where: str) -> tuple[Run, SignedStore]:
             f"that run, or another process writes into its store, or {run_secret.VARIABLE} differs here"
         )
     return run, signed
+
+
+def secret_of_node_0(run: Run, node: Node, within_s: float) -> bytes:
+    """Of the node 0 that listens now. It may not have written it yet, or the file may be of an earlier start:
+    then what it publishes is not signed with that."""
+    from muster.launch import rendezvous
+
+    end = time.monotonic() + within_s
+    store = rendezvous.connect(node.address, node.port, within_s)
+    while True:
+        late = time.monotonic() > end
+        if late or (run.path / run_secret.FILE).exists():
+            found = run_secret.read(run.path)
+            if SignedStore(store, found).check(["run"]):
+                return found
+        if late:
+            raise LaunchError(f"{node.address}:{node.port} is not node 0 of this run")
+        time.sleep(0.1)
 
 
 def differences(one: Any, other: Any, key: str = "") -> list[str]:
