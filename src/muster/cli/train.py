@@ -13,7 +13,6 @@ from rich.text import Text
 
 from muster.api.train import (
     Started,
-    least_world,
     rank_count,
     resolve,
     start,
@@ -250,13 +249,14 @@ def _submit(
     from muster.recipe.batch import solve
 
     least, nodes = cluster.count_range("--nodes", asked_nodes)
+    if least is not None:
+        raise LaunchError(
+            f"--nodes {asked_nodes}: a job of --on {on} takes a fixed number of nodes so far; give --nodes {nodes}"
+        )
     existing, recipe = resolve(source, changes, console=console)
     ranks = rank_count(recipe, asked, inventory.detect(), elsewhere=True)
-    if least is None:
-        layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
-        solve(recipe.training, layout.data_ranks)
-    else:
-        least_world(recipe, least, ranks)
+    layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
+    solve(recipe.training, layout.data_ranks)
     recipe = settle_task(recipe)
     if on == "kubernetes":
         kubernetes.check(recipe, nodes)
@@ -265,7 +265,7 @@ def _submit(
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
-    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given, least_nodes=least)
+    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)
     if on == "kubernetes":
         console.print(kubernetes.submit(job), soft_wrap=True)
         return

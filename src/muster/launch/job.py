@@ -24,7 +24,6 @@ class ClusterJob:
     gpus: bool  # each rank has a GPU; else ranks compute on the CPU
     environment: dict[str, str] = field(default_factory=dict)  # for every rank
     python: str = sys.executable
-    least_nodes: int | None = None  # of an elastic run: that many of `nodes` are enough
 
     def __post_init__(self) -> None:
         """A shell and a scheduler read these names."""
