@@ -1,5 +1,6 @@
 """The run directory: made, found, judged alive or gone, cleared away."""
 
+import errno
 import json
 import os
 import subprocess
@@ -406,3 +407,49 @@ def test_the_latest_run_is_one_to_go_on_with(tmp_path, monkeypatch):
     found = existing_run("latest")
     assert found is not None
     assert found.path == made.path.resolve()
+
+
+def test_what_could_not_be_read_is_not_lost(root, monkeypatch):
+    run = run_directory.create(root, "a", {"recipe.yaml": "name: a\n"})
+    before = (run.path / "run.json").read_bytes()
+
+    def stale(path, **options):
+        raise OSError(errno.ESTALE, "Stale file handle", str(path))
+
+    monkeypatch.setattr(run_directory.json_file, "read", stale)
+    assert run.info() == {}
+    with pytest.raises(OSError, match="Stale file handle"):
+        run.update(state="running")
+    assert (run.path / "run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "3",
+        "[" * 500 + "]" * 500,
+        '{"created": "x", "owned": [], "pid": {}, "state": "running"}',
+    ],
+)
+def test_a_run_json_of_another_kind_takes_no_list_of_runs_away(root, text):
+    good = run_directory.create(root, "good", {"recipe.yaml": "name: good\n"})
+    odd = run_directory.create(root, "odd", {"recipe.yaml": "name: odd\n"})
+    (odd.path / "run.json").write_text(text)
+    assert {run.name for run in run_directory.every(root)} == {good.name, odd.name}
+    assert odd.state() in ("unknown", "interrupted")
+
+
+def test_links_and_pipes_at_any_depth_are_refused_but_a_moved_folder_of_checkpoints(root, tmp_path):
+    run = run_directory.create(root, "a", {"recipe.yaml": "name: a\n"})
+    (tmp_path / "elsewhere").mkdir()
+    (run.path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (run.path / "profile").mkdir()
+    run.refuse_links()
+    (run.path / "profile" / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(LaunchError, match=r"profile/checkpoints is a link"):
+        run.refuse_links()
+    (run.path / "profile" / "checkpoints").unlink()
+    os.mkfifo(run.path / "events.jsonl")
+    with pytest.raises(LaunchError, match=r"events\.jsonl is a pipe"):
+        run.refuse_links()

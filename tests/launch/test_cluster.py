@@ -7,6 +7,7 @@ import pytest
 
 from muster.errors import LaunchError
 from muster.hardware.inventory import Cpus, Gpu, Inventory
+from muster.launch import cluster
 from muster.launch.cluster import PORT, Node, RankInfo, detect, hostnames, node
 from muster.launch.process import set_up_process
 
@@ -239,3 +240,13 @@ def test_a_rank_of_any_launcher_leaves_the_console_to_nccls_warnings(monkeypatch
             os.environ.update({"NCCL_DEBUG": given} if given else {})
             set_up_process(RankInfo(0, 2, 0, 2, launcher="torchrun"), "ddp")
             assert os.environ["NCCL_DEBUG"] == expected
+
+
+@pytest.mark.parametrize(("own", "rank"), [(True, 0), (False, 1)])
+def test_an_address_of_ones_own_decides_who_is_node_0_also_under_srun(monkeypatch, own, rank):
+    """SLURM's first machine is gone, and another is to be node 0."""
+    monkeypatch.setattr(cluster, "_is_own", lambda address: own)
+    task = SRUN | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    assert node(task, "1:2").rank == 1
+    found = node(task, "1:2", address="10.0.0.9", port=4000)
+    assert (found.rank, found.address, found.port) == (rank, "10.0.0.9", 4000)

@@ -16,9 +16,10 @@ import torch.distributed as dist
 import processes
 from muster import run_directory
 from muster.errors import LaunchError
-from muster.launch import addresses, local, local_store, rendezvous, secret
+from muster.launch import addresses, local_store, rendezvous, secret
 from muster.launch.cluster import Node
 from muster.launch.nodes import Nodes
+from muster.launch.published import join_run
 from muster.launch.rendezvous import LOOPBACK
 from muster.recipe.describe import to_yaml
 from muster.recipe.load import load
@@ -163,12 +164,12 @@ def test_who_reaches_the_store_of_several_nodes_decides_nothing(pair):
 def published(tmp_path, monkeypatch):
     """Node 0 of a run, and another node that joins it."""
     monkeypatch.setattr(rendezvous, "refuse_loopback", lambda address: None)
-    monkeypatch.setattr(local, "OVERWRITTEN_S", 0.5)
+    monkeypatch.setattr("muster.launch.published.OVERWRITTEN_S", 0.5)
     recipe = load("gpt-micro", [])
     run = run_directory.create(tmp_path, "run", {"recipe.yaml": to_yaml(recipe)})
     nodes = Nodes(Node(0, 2, LOOPBACK, 0), 5.0, 60.0, secret.make(run.path))
     nodes.publish(path=str(run.path))
-    yield run, nodes, lambda: local.join_run(Node(1, 2, LOOPBACK, nodes.port), recipe)
+    yield run, nodes, lambda: join_run(Node(1, 2, LOOPBACK, nodes.port), recipe)
     nodes.close()
 
 

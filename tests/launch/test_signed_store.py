@@ -107,3 +107,14 @@ def test_without_a_secret_values_are_read_as_they_are_but_not_of_any_size():
     assert other.get("registered") == b"{}"
     one.raw.set("registered", bytes(signed_store.MOST_BYTES + 100))
     assert not other.check(["registered"])
+
+
+def test_what_is_of_no_attempt_is_written_again_however_many_attempts_came_after():
+    one, other = both()
+    one.set("run", "mine")
+    for attempt in range(3 * signed_store.KEPT):
+        one.set(f"{attempt}/decision/", "again")
+    one.raw.set("run", "another")
+    one.write_again()
+    assert other.check(["run"])
+    assert len(one._own) <= signed_store.KEPT + 1

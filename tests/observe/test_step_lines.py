@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import tracemalloc
@@ -120,3 +121,19 @@ def test_the_page_reads_a_long_file_in_pieces(long_file, monkeypatch):
     joined = b"".join(text for _, text in pieces)
     assert joined == long_file.read_bytes()
     assert json.loads(joined.splitlines()[-1])["step"] == STEPS
+
+
+@pytest.mark.usefixtures("few")
+def test_a_full_disk_leaves_the_file_as_it_is_and_open(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lines = RankLines(tmp_path / "0.jsonl", 0, rank=0, ranks=1)
+    monkeypatch.setattr(step_lines, "write", full)
+    for step in range(1, MOST):
+        lines.write({"step": step, **LINE})
+    with pytest.raises(OSError, match="No space left"):
+        lines.write({"step": MOST, **LINE})
+    lines.flush()  # as a rank does that fails
+    lines.close()
+    assert len(read_lines(tmp_path / "0.jsonl")) == MOST

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from muster.page import files
 from muster.page.build import document, read_document
 from muster.page.downsample import POINTS, bucket_size, rounded
 from muster.page.files import Growing, JsonFile
@@ -279,3 +280,14 @@ def test_64_ranks_and_100_000_steps_are_read_in_two_seconds(tmp_path: Path) -> N
     assert time.perf_counter() - begin < 2.0
     assert len(found) < 700_000
     assert found.count('"rank"') > 64
+
+
+def test_a_block_of_nuls_longer_than_a_chunk_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK", 64)
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + bytes(1000) + b'\n{"step": 2}\n')
+    growing = files.Growing(path)
+    text = b"".join(text for _, text in growing.chunks())
+    assert [found["step"] for found in files.documents(text)] == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -24,8 +25,8 @@ from muster.parallel.mesh import Mesh
 from muster.training.checkpoint import Checkpoints
 from muster.training.kept import kept_in
 from muster.training.loop import train
-from muster.training.manifest import FORMAT, SEALED, open_checkpoint, sealed
-from muster.training.read_back import damaged, drop_cached
+from muster.training.manifest import FORMAT, SEALED, bytes_in, open_checkpoint, sealed
+from muster.training.read_back import damaged, drop_cached, set_aside
 from pool import RankError
 from training import make_job
 
@@ -268,3 +269,32 @@ def test_a_run_that_is_running_is_not_pruned_from_outside(finished):
         result = CliRunner().invoke(app, ["checkpoints", str(finished.path), "--prune", "--yes"])
     assert "is being run already" in str(result.exception)
     assert complete_steps(finished.path) == [2, 4, 6, 8]
+
+
+def test_a_damaged_copy_goes_where_a_second_one_does_not_fit(two, tmp_path, monkeypatch):
+    root = shutil.copytree(two, tmp_path / "run")
+    shards = bytes_in(root / "step-4") - (root / "step-4" / "manifest.json").stat().st_size
+    usage = SimpleNamespace(free=shards - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    assert set_aside(root / "step-4") == "it was removed"
+    assert [path.name for path in root.iterdir()] == ["step-2"]
+
+
+def test_a_damaged_copy_that_cannot_be_renamed_counts_as_incomplete(two, tmp_path, monkeypatch):
+    root = shutil.copytree(two, tmp_path / "run")
+
+    def refused(self, target):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    assert "could not be renamed (Device or resource busy)" in set_aside(root / "step-4")
+    assert not kept_in(root)[0].complete
+    assert open_checkpoint(root).path == root / "step-2"
+
+
+def test_a_file_system_that_drops_no_pages_damages_nothing(two, monkeypatch):
+    def unknown(*arguments):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "fsync", unknown)
+    assert [one.problem for one in kept_in(two, verify=True)] == [None, None]

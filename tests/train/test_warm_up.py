@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from muster.auto import AutoChoice
+from muster.observe import heartbeat
 from muster.observe.choices import read_choices, write_choices
 from muster.observe.results import read_lines
 from muster.parallel import compilation
@@ -199,3 +200,20 @@ def replayed(mesh, folder: str, asked: str, broken: bool) -> tuple[list[float], 
 def _synchronized(loss: torch.Tensor) -> torch.Tensor:
     """Reading a value waits for the device, which no graph can contain."""
     return loss * float(loss.isfinite())
+
+
+def test_after_a_compilation_the_phase_is_the_one_it_interrupted(tmp_path, monkeypatch):
+    """An evaluation has another limit than a step."""
+    told = {}
+    monkeypatch.setattr(warm_up.compilation, "tell_compilation", told.update)
+    warm_up._tell_compilation.__wrapped__()
+    heartbeat.start(tmp_path, 0, None)
+    try:
+        for phase in ("evaluation", "forward and backward"):
+            heartbeat.beat(phase)
+            told["begins"](), told["begins"]()
+            assert heartbeat.current_phase() == "compiling"
+            told["ends"]()
+            assert heartbeat.current_phase() == phase
+    finally:
+        heartbeat.stop()

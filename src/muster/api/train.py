@@ -216,7 +216,7 @@ def _join(
     supervisor: Supervisor, recipe: Recipe, found: Inventory, console: Console | None
 ) -> Started:
     """Not node 0: its run is this node's too."""
-    from muster.launch import local
+    from muster.launch import published
     from muster.observe.console import events_to_come
 
     node, ranks = supervisor.node, supervisor.ranks
@@ -225,7 +225,7 @@ def _join(
         console.print(
             f"{which} of {node.asked} nodes: looking for node 0 at {node.address}:{node.port}"
         )
-    run = local.join_run(node, recipe)
+    run = published.join_run(node, recipe)
     events = events_to_come(run.path)
     return Started(run, node, ranks, found, supervisor.start(run), events)
 

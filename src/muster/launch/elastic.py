@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.errors import LaunchError
-from muster.launch import secret
+from muster.launch import published, secret
 from muster.launch.cluster import Node
-from muster.launch.local import Supervisor, secret_of_node_0
+from muster.launch.local import Supervisor
 from muster.launch.membership import ElasticNodes, Node0LostError
 from muster.launch.nodes import RunEndedError
 from muster.launch.share import share
@@ -135,7 +135,7 @@ class ElasticSupervisor(Supervisor):
     def _new_secret(self, within_s: float) -> bytes:
         """Of the node 0 that listens now, for this node and its ranks; refused if it has another run."""
         os.environ[secret.VARIABLE] = self._users_secret  # with which the file's is mixed
-        found = secret_of_node_0(self.run, self.node, within_s)
+        found = published.secret_of(self.run, self.node, within_s)
         os.environ[secret.VARIABLE] = found.hex()
         return found
 

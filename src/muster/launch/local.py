@@ -21,23 +21,19 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.errors import AGAIN, LaunchError, MusterError, UnreadableError
+from muster.errors import AGAIN, LaunchError, MusterError
+from muster.launch import published
 from muster.launch import secret as run_secret
 from muster.launch.cluster import Node
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
-from muster.launch.signed_store import SignedStore, unverified
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe import storage
 from muster.observe.events import last_step, write_event
 from muster.observe.gather import collecting
 from muster.observe.logs import set_up
 from muster.observe.results import STOP_FILE, complete_steps
-from muster.reading.json_file import parse
-from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
-from muster.recipe.own_task import comparable
-from muster.recipe.schema import Recipe
 from muster.run_directory import Run
 from muster.writing import keep_to, open_own, write, write_json
 
@@ -48,7 +44,6 @@ log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
 ONE_NODE = Node()
-OVERWRITTEN_S = 3.0
 
 
 def start(
@@ -118,7 +113,7 @@ class Supervisor:
             return secrets.token_bytes(run_secret.BYTES)
         if self.is_master:
             return run_secret.make(self.run.path)
-        return secret_of_node_0(self.run, self.node, self.recipe.distributed.timeout_s)
+        return published.secret_of(self.run, self.node, self.recipe.distributed.timeout_s)
 
     def _attempts(self) -> int:
         while True:
@@ -230,99 +225,6 @@ class Supervisor:
         environment.apply(variables)
         if self.is_master:
             self.run.update(environment=[vars(variable) for variable in variables])
-
-
-def join_run(node: Node, recipe: Recipe) -> Run:
-    """The run that node 0 has made, seen from another node."""
-    from muster.launch import rendezvous
-
-    rendezvous.refuse_loopback(node.address)
-    limit = recipe.distributed.timeout_s
-    store = rendezvous.connect(node.address, node.port, limit)
-    where = f"{node.address}:{node.port}"
-    try:
-        store.wait(["run"])
-    except RuntimeError:
-        raise LaunchError(
-            f"{where} answers, but has published no run within {limit:.0f} s; is that node 0 of this run?"
-        ) from None
-    run, signed = _published_run(store, where)
-    master_recipe = from_resolved(run.path / "recipe.yaml")
-    recipe = settle_as(recipe, master_recipe.training)
-    there, here = comparable(master_recipe.as_dict()), comparable(recipe.as_dict())
-    if different := differences(there, here):
-        hint = "give every node the same recipe and the same key=value overrides"
-        signed.set("refused", f"node {node.rank} has another recipe ({different[0]}); {hint}")
-        raise LaunchError(f"node 0 trains with another recipe ({'; '.join(different[:3])}); {hint}")
-    return run
-
-
-def _published_run(store: Any, where: str) -> tuple[Run, SignedStore]:
-    """The run that node 0 published, and its store, authenticated. Node 0 writes again within a second
-    what others have overwritten."""
-    end = time.monotonic() + OVERWRITTEN_S
-    while True:
-        try:
-            return _verified_run(store, where)
-        except LaunchError:
-            if time.monotonic() > end:
-                raise
-        time.sleep(0.2)
-
-
-def _verified_run(store: Any, where: str) -> tuple[Run, SignedStore]:
-    try:
-        path = str(parse(unverified(store, "run"), "run").get("path"))
-    except UnreadableError:
-        path = ""
-    if not os.path.isabs(path) or not path.isprintable():
-        raise LaunchError(
-            f"{where} answers, but publishes no run of muster's; is that node 0 of this run?"
-        )
-    run = Run(Path(path))
-    if not (run.path / "run.json").is_file():
-        raise LaunchError(
-            f"node 0's run directory {run.path} does not exist on {os.uname().nodename}; put "
-            "logging.dir on storage that all nodes share"
-        )
-    signed = SignedStore(store, run_secret.read(run.path))
-    if not signed.check(["run"]):
-        raise LaunchError(
-            f"what {where} publishes is not signed with the secret of {run.path}: either it is not node 0 of "
-            f"that run, or another process writes into its store, or {run_secret.VARIABLE} differs here"
-        )
-    return run, signed
-
-
-def secret_of_node_0(run: Run, node: Node, within_s: float) -> bytes:
-    """Of the node 0 that listens now. It may not have written it yet, or the file may be of an earlier start:
-    then what it publishes is not signed with that."""
-    from muster.launch import rendezvous
-
-    end = time.monotonic() + within_s
-    store = rendezvous.connect(node.address, node.port, within_s)
-    while True:
-        late = time.monotonic() > end
-        if late or (run.path / run_secret.FILE).exists():
-            found = run_secret.read(run.path)
-            if SignedStore(store, found).check(["run"]):
-                return found
-        if late:
-            raise LaunchError(f"{node.address}:{node.port} is not node 0 of this run")
-        time.sleep(0.1)
-
-
-def differences(one: Any, other: Any, key: str = "") -> list[str]:
-    """Keys whose values differ, in the form `training.lr: 0.1 there, 0.2 here`."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return [
-            difference
-            for name in sorted({*one, *other})
-            for difference in differences(
-                one.get(name), other.get(name), f"{key}.{name}".strip(".")
-            )
-        ]
-    return [] if one == other else [f"{key}: {one!r} there, {other!r} here"]
 
 
 def stop_on_signal(run: Run) -> None:

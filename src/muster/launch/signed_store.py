@@ -26,9 +26,8 @@ log = logging.getLogger(__name__)
 MAC_BYTES, WRITER_BYTES, COUNT_BYTES = 32, 8, 8
 HEADER_BYTES = MAC_BYTES + WRITER_BYTES + COUNT_BYTES
 MOST_BYTES = 2**20  # of one value
-KEPT = (
-    16  # of a process's own values of attempts, whose keys begin with a number, to be written again
-)
+# Of a process's own values that are of an attempt, whose keys begin with its number: to be written again.
+KEPT = 16
 # Between looks at a key: torch's own wait warns at its end.
 LEAST_SLEEP_S, MOST_SLEEP_S = 0.005, 0.25
 AGAIN_S = 1.0  # of waiting, before values of this process's own are written again

@@ -49,8 +49,11 @@ class Growing:
                 self.inode, self.offset = found.st_ino, 0
             if samples is None or found.st_size - self.offset <= samples * BLOCK + TAIL:
                 file.seek(self.offset)
-                while not (whole := _whole_lines(text := file.read(CHUNK))) and len(text) == CHUNK:
+                text = file.read(CHUNK)
+                while len(text) == CHUNK and b"\n" not in text:
                     self.offset += CHUNK  # no line is as long: a crash may leave many NULs
+                    text = file.read(CHUNK)
+                whole = _whole_lines(text)
                 self.offset += len(whole)
                 return fresh, whole
             return fresh, b"".join(self._sample(file.fileno(), found.st_size, samples))

@@ -94,9 +94,9 @@ SET_BY_MUSTER = {
 
 
 # Folders of an image over which nothing is mounted.
-SYSTEM = {
-    *("bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr")
-}
+SYSTEM = frozenset(
+    ["bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "proc", "run", "sbin", "sys", "usr"]
+)
 
 
 def in_seconds(limit: str) -> int | None:

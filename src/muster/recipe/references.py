@@ -107,10 +107,8 @@ def check(document: Mapping[Any, Any]) -> None:
         return total
 
     for name, value in _leaves("", document):
-        if (
-            isinstance(value, str) and "${" in value
-        ):  # by value: a key may hold a dot, or be a number
-            waiting.append(name)
+        if isinstance(value, str) and "${" in value:
+            waiting.append(name)  # not by its key, which may hold a dot, or be a number
             lengths[name] = 1
             weigh(name, value)
             waiting.pop()

@@ -72,9 +72,8 @@ def _misshapen(manifest: dict[str, Any]) -> str | None:
     files, trainer = manifest.get("files"), manifest.get("trainer")
     if not isinstance(trainer, dict) or not _is_count(trainer.get("step")):
         return "step"
-    if not _is_count(manifest.get("world", 1)) or not isinstance(
-        manifest.get("time", 0), int | float
-    ):
+    world, time = manifest.get("world", 1), manifest.get("time", 0)
+    if not _is_count(world) or not isinstance(time, int | float):
         return "world and time"
     if not isinstance(files, dict) or not files:
         return "files"

@@ -88,8 +88,9 @@ def _words(values: Mapping[int, str], told: Sequence[tuple[str, Hashes]]) -> str
         )
     odd = " and ".join(f"rank {rank} ({told[rank][0]})" for rank in wrong)
     others = ", ".join(map(str, sorted(right)))
+    differ = "differs" if len(wrong) == 1 else "differ"
     return (
-        f"{odd} differ{'s' if len(wrong) == 1 else ''} from the other ranks ({others}) in {what}, where all should be equal: memory or a "
+        f"{odd} {differ} from the other ranks ({others}) in {what}, where all should be equal: memory or a "
         "computation there is faulty"
     )
 

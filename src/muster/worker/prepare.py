@@ -106,9 +106,7 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
             path=str(resumed.saved and resumed.saved.path),
             passed_over=resumed.passed_over,
             world=mesh.world,
-            saved_by=resumed.saved.manifest.get("world", mesh.world)
-            if resumed.saved
-            else mesh.world,
+            saved_by=(resumed.saved.manifest if resumed.saved else {}).get("world", mesh.world),
         )
     if mesh.first:
         observer.event("data", lines=write_data(run, task, recipe))
