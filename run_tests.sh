@@ -34,6 +34,13 @@ if [ ${#others[@]} -gt 0 ]; then
   exec "$bin/python" -m pytest "${sets[@]}" "${others[@]}"
 fi
 workers=(-n 3 --no-loadscope-reorder)
+
+# Beside others on few cores any process may stand still for seconds. A fault fails alone too, and ends this at once.
+retry_alone() {
+  echo "What failed is tried once more, alone:"
+  "$bin/python" -m pytest --last-failed --exitfirst "${sets[@]}"
+  echo "warning: the tests above that failed passed alone" >&2
+}
 case " ${sets[*]} " in
   *" --gpu "*)
     [ ${#sets[@]} = 1 ] || { echo "error: --gpu is a set of its own; leave out the others" >&2; exit 2; }
@@ -52,9 +59,14 @@ case " ${sets[*]} " in
     ;;
   *" --guides "*)
     [ ${#sets[@]} = 1 ] || { echo "error: --guides is a set of its own; leave out the others" >&2; exit 2; }
-    exec "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \
+    failed=0
+    rm -rf .pytest_cache # retry_alone asks it what failed
+    "$bin/python" -m pytest "${workers[@]}" --dist load "${sets[@]}" \
       tests/guides tests/systems tests/api tests/launch/test_doors.py tests/launch/test_slurm.py \
-      tests/launch/test_two_hosts.py tests/bench tests/page/test_browser.py tests/test_packaging.py
+      tests/launch/test_two_hosts.py tests/bench tests/page/test_browser.py tests/test_packaging.py || failed=$?
+    [ $failed = 1 ] || exit $failed
+    retry_alone
+    exit
     ;;
 esac
 
@@ -65,13 +77,10 @@ case " ${sets[*]} " in
   *" --full "*) "$bin/mypy" ;;
 esac
 failed=0
-rm -rf .pytest_cache # the last step asks it what failed
+rm -rf .pytest_cache # retry_alone asks it what failed
 "$bin/python" -m pytest "${workers[@]}" --dist loadfile -m "not serial" "${sets[@]}" || failed=$?
 [ $failed -le 1 ] || exit $failed # not where pytest was interrupted
 mapfile -t alone < <(grep -rl --include='test_*.py' 'mark\.serial' tests)
 "$bin/python" -m pytest -m serial "${sets[@]}" "${alone[@]}" || failed=$?
 [ $failed = 1 ] || exit $failed
-# Beside others on few cores any process may stand still for seconds. A fault fails alone too, and ends this at once.
-echo "What failed is tried once more, alone:"
-"$bin/python" -m pytest --last-failed --exitfirst "${sets[@]}"
-echo "warning: the tests above that failed passed alone" >&2
+retry_alone

@@ -188,6 +188,27 @@ def test_a_process_nobody_has_buried_yet_does_not_count(root):
     process.wait()
 
 
+def test_an_ended_run_is_left_when_its_owner_has_written_the_last_file(root):
+    """Which is the report: who copies the run after `muster train` finds nothing half-written."""
+    run = made(root, state="finished")
+    code = "import sys, time; time.sleep(0.4); open(sys.argv[1], 'w').write('whole')"
+    with subprocess.Popen([sys.executable, "-c", code, run.path / "report.html"]) as owner:
+        run.own(owner.pid)
+        run.wait_for_owner()
+        assert (run.path / "report.html").read_text() == "whole"
+
+
+def test_an_owner_that_stays_is_not_waited_for_without_end(root):
+    run = made(root, state="finished")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+        run.own(owner.pid)
+        run.wait_for_owner(within_s=0.2)
+        assert owner.poll() is None
+        owner.stdin.close()
+    run.own()
+    run.wait_for_owner(within_s=60)  # this process
+
+
 def test_a_start_that_failed_does_not_look_alive_for_ever(root, gone):
     code = f"from pathlib import Path; from muster import run_directory; run_directory.create(Path({str(root)!r}), 'a', {{}})"
     subprocess.run([sys.executable, "-c", code], check=True)

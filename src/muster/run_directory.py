@@ -211,6 +211,14 @@ class Run:
         except psutil.NoSuchProcess:
             return []
 
+    def wait_for_owner(self, within_s: float = 15.0) -> None:
+        """After the run's end: its owner writes the report and removes what was only for the ranks, then exits."""
+        limit = time.monotonic() + within_s
+        while self.info().get("pid") != os.getpid() and self.processes():
+            if time.monotonic() >= limit:
+                return
+            time.sleep(0.05)
+
     def keep_alive(self) -> None:
         """While this process is alive, touch a file that others check, also on other machines."""
 

@@ -126,6 +126,7 @@ class Run:
         except KeyboardInterrupt as error:
             error.add_note(f"{self.name} goes on; muster.Run({str(self.path)!r}).stop() ends it")
             raise
+        self._folder.wait_for_owner()
         if state == "failed":
             raise MusterError(self._failure())
         if state not in run_directory.ENDED:

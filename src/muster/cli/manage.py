@@ -48,6 +48,7 @@ def show_until_end(run: Run, *, ranks: bool = False, events: Tail | None = None)
             console.print(words, soft_wrap=True)
         if results["checkpoint"]:
             _suggest(run, state)
+    run.wait_for_owner()
     if state == "stopped" and run.signalled():
         raise typer.Exit(run_directory.SIGNALLED)
     raise typer.Exit(info.get("exit_code") or (0 if state in ("finished", "stopped") else 1))
