@@ -248,6 +248,7 @@ def _sizes(recipe: Recipe, world: int) -> BatchSizes:
         "task": (recipe.task, ("causal-lm",)),
         "distributed.strategy": (recipe.distributed.strategy, ("auto", "ddp")),
         "training.optimizer": (recipe.training.optimizer, ("adamw",)),
+        "training.on_spike": (recipe.training.on_spike, ("continue",)),
         "model.lora": (recipe.model.lora, (None,)),
         "data.isolate_documents": (recipe.data.isolate_documents, (False,)),
         "training.precision": (recipe.training.precision, ("auto", "fp32", "bf16", "fp16")),

@@ -188,6 +188,11 @@ def event_words(event: dict[str, Any]) -> str | None:
             return f"the last start of this run ended at step {event['step']}: {event['why']}"
         case "warning":
             return f"warning: {event['words']}"
+        case "spike":
+            then = "; the update is skipped" if event["skipped"] else ""
+            return str(event["words"]) + then
+        case "rewind":
+            return f"step {event['step']}: {event['words']}"
         case "shrunk":
             after = "; all ranks restart from the last checkpoint" if event["restart"] else ""
             return str(event["words"]) + after

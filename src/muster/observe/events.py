@@ -126,6 +126,9 @@ def _ending(event: Mapping[str, Any]) -> Restart | None:
             )
         case "node_joined":
             return Restart("restarted", when, f"{', '.join(event['hosts'])} joined", step)
+        case "rewind":
+            why = f"the loss spiked; {event['words']}"
+            return Restart("restarted", when, why, step)
         case "shrunk" if event["restart"]:
             return Restart("restarted", when, event["words"])
         case "continuing":

@@ -52,6 +52,7 @@ class StepRecord:
     amounts: dict[str, float]  # of the whole global batch, e.g. {"audio_s": 61.5}
     skipped: bool
     profiled: bool = False  # under a profiler, and so slower: not counted
+    left_out: bool = False  # nothing was computed: not counted either
 
     def metrics(self) -> dict[str, Any]:
         """The line of metrics.jsonl. Other programs read it: names stay."""
@@ -74,6 +75,8 @@ class StepRecord:
             line["skipped"] = True
         if self.profiled:
             line["profiled"] = True
+        if self.left_out:
+            line["left_out"] = True
         return line
 
     def times(self) -> RankTimes:
@@ -142,7 +145,7 @@ class Observer:
         self._ranks.write({"step": record.step, **times})
         if self._fresh:
             self._fresh = False
-        elif not record.profiled:
+        elif not (record.profiled or record.left_out):
             self._pending.append(record.times())
 
     def flush(self, ranks: Ranks) -> None:

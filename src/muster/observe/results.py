@@ -98,8 +98,8 @@ def best_step(root: Path) -> int | None:
 
 
 def summarise_metrics(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Totals over all steps of the run, restarts included. Speed is that of steps without a profiler,
-    unless there are no others."""
+    """Totals over all steps of the run, restarts included. Speed is that of steps without a profiler
+    and not left out, unless there are no others."""
     totals = _Totals()
     for line in lines:
         totals.add(line)
@@ -129,14 +129,15 @@ class _Totals:
         self.last: Mapping[str, Any] | None = None
         self.epochs: dict[int, float] = defaultdict(float)
         self.skipped, self.memory_gib = 0, 0.0
-        self.timed, self.profiled = _Sums(), _Sums()
+        self.timed, self.uncounted = _Sums(), _Sums()
 
     def add(self, line: Mapping[str, Any]) -> None:
         self.last = line
         self.epochs[line["epoch"]] += line["step_time_s"]
         self.skipped += bool(line.get("skipped"))
         self.memory_gib = max(self.memory_gib, line["memory_gib"])
-        (self.profiled if line.get("profiled") else self.timed).add(line)
+        uncounted = line.get("profiled") or line.get("left_out")
+        (self.uncounted if uncounted else self.timed).add(line)
 
     def summary(self) -> dict[str, Any]:
         if self.last is None:
@@ -148,7 +149,7 @@ class _Totals:
                 "throughput": {"samples_per_s": 0.0},
                 "measured": {"step_time_s": 0.0, "median_step_time_s": 0.0, "memory_gib": 0.0},
             }
-        sums = self.timed if self.timed.taken else self.profiled
+        sums = self.timed if self.timed.taken else self.uncounted
         seconds = sum(sums.taken)
         throughput = {"samples_per_s": sums.samples / seconds}
         for name in self.last:

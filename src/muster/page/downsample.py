@@ -25,7 +25,7 @@ UNITS = {
     "memory_gib": "GiB",
     "mfu": "",
 }
-NO_SERIES = ("step", "epoch", "samples", "skipped", "profiled", "time")
+NO_SERIES = ("step", "epoch", "samples", "skipped", "profiled", "left_out", "time")
 
 
 def curves(metrics: Table, times: Floats) -> Curves:

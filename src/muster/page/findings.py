@@ -70,7 +70,7 @@ def _numbers(files: RunFiles) -> Iterator[Finding]:
     yield _finding(
         "bad" if now else "warn",
         f"{len(skipped):,} of {files.metrics.rows:,} steps were skipped because the loss or the gradient was "
-        f"not finite, the last at step {last:,}.",
+        f"not finite or, with training.on_spike, too large, the last at step {last:,}.",
     )
 
 

@@ -65,6 +65,8 @@ def _mark(event: dict[str, Any], events: Sequence[dict[str, Any]]) -> Mark | Non
             return _as_mark("restart", event, event["step"], f"{what}{event['host']} was lost")
         case "node_joined":
             return _as_mark("restart", event, event["step"], f"{', '.join(event['hosts'])} joined")
+        case "rewind":
+            return _as_mark("restart", event, event["to"], event["words"])
         case "shrunk":
             return _as_mark(
                 "restart" if event.get("restart") else "start", event, None, event["words"]

@@ -100,6 +100,13 @@ class Mesh:
         """Whether `value` is true on any rank, if a forward pass takes all of them; else on this one."""
         return self.sum(everyone=value)[0] > 0 if self.layout.collective_forward else value
 
+    def every_rank(self, value: Tensor) -> Tensor:
+        """Whether `value`, a boolean on the device, is true on every rank."""
+        agreed = value.int()
+        if self.world > 1:
+            dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        return agreed.bool()
+
     def barrier(self) -> None:
         if self.world > 1:
             self.sum()

@@ -144,6 +144,16 @@ class Training(Section):
         3,
         description="The run ends at this many steps in a row with a non-finite loss or gradient.",
     )
+    on_spike: Literal["continue", "stop", "skip", "rewind"] = free(
+        "continue",
+        description="At a step whose loss or gradient norm is far above the steps before it, or is not finite: `continue` "
+        "notes it (and skips the update where it is not finite), `stop` ends the run and names the rows, `skip` makes no "
+        "update, `rewind` goes back to the last checkpoint and leaves that batch out.",
+    )
+    spike_deviations: Annotated[float, Field(gt=0)] = free(
+        6.0,
+        description="How far above: more than this many standard deviations over the mean of the last 128 steps.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -19,7 +19,9 @@ from muster.tasks.base import Task
 from muster.training.checkpoint import Checkpoints
 from muster.training.evaluate import Evaluation
 from muster.training.precision import LossScale, autocast
+from muster.training.rewind import Rewind
 from muster.training.selection import Selection
+from muster.training.spikes import History
 
 MAX_EVALUATION_BATCH = 32
 
@@ -39,6 +41,9 @@ class Job:
     steps: int
     start: int = 0  # completed steps; also the position in the data
     bad_steps: int = 0  # in a row
+    spikes: History = field(default_factory=History)
+    rewinds: list[Rewind] = field(default_factory=list)
+    mixed: bool = False  # whether ranks are on devices of different kinds, which round differently
     scale: LossScale = field(default_factory=LossScale)
     selection: Selection | None = None  # where evaluations choose a checkpoint
     owes_evaluation: bool = False  # it was due at `start`, where an earlier start was stopped
@@ -61,6 +66,10 @@ class Job:
     def ended_early(self) -> bool:
         """Whether `training.early_stopping` ended the run."""
         return self.selection is not None and self.selection.exhausted
+
+    def leaves_out(self, step: int) -> bool:
+        """Whether a rewind left out the batch of this step, counted from 0."""
+        return any(rewind.leaves_out(step) for rewind in self.rewinds)
 
     @property
     def compiled(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from muster.training.job import Job
 from muster.training.optimizer import learning_rate, seed_step
 from muster.training.precision import autocast
 from muster.training.replicas import compare
+from muster.training.spikes import Limits
 from muster.training.step_results import Launched, keep_line, read, to_host
 from muster.training.warm_up import gave_up_compiling, warm_up
 
@@ -111,7 +113,7 @@ def _launch(
     job: Job, step: int, batches: Iterator[list[Batch]], before: Launched | None
 ) -> Launched:
     """One optimizer step over one global batch. `before`: the step that ended when this one began."""
-    mesh, training = job.mesh, job.recipe.training
+    mesh = job.mesh
     beat("waiting for data", step + 1)
     waiting = DeviceTimestamp(mesh.device)
     micro_batches = next(batches)
@@ -126,25 +128,25 @@ def _launch(
         everyone=job.observer.stop_requested(),
     )
     agreed = DeviceTimestamp(mesh.device)
-    micro_batches, losses = _accumulate(job, step, micro_batches, units)
-    synced = DeviceTimestamp(mesh.device)
-    ready = job.engine.ready() or synced
-
-    beat("optimizer step")
-    loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
-    summed = DeviceTimestamp(mesh.device)
-    lr = learning_rate(training, step, job.steps)
-    with memory.oom_context(job, step, "optimizer step"):
-        norm = job.engine.grad_norm(job.scale.value)
-        divisor = clip_divisor(norm, training.max_grad_norm, job.scale.value)
-        job.engine.step(lr, divisor, loss.isfinite() & norm.isfinite())
-    job.engine.zero_grad()
+    left_out, limits = job.leaves_out(step), job.spikes.limits(step)
+    if left_out:
+        losses, ready, synced, summed = list[Tensor](), agreed, agreed, agreed
+        results = torch.tensor([math.nan, math.nan, 0.0])
+    else:
+        micro_batches, losses = _accumulate(job, step, micro_batches, units)
+        synced = DeviceTimestamp(mesh.device)
+        ready = job.engine.ready() or synced
+        loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
+        summed = DeviceTimestamp(mesh.device)
+        results = to_host(_update(job, step, loss, limits))
     return Launched(
         step,
         [batch.ids for batch in micro_batches],
         losses,
-        to_host(torch.stack([loss, norm.to(loss.device)])),
-        lr,
+        results,
+        limits,
+        learning_rate(job.recipe.training, step, job.steps),
+        left_out,
         samples=int(samples),
         amounts=dict(zip(amounts, sums, strict=True)),
         filled=sum(b.filled for b in micro_batches),
@@ -159,6 +161,25 @@ def _launch(
         summed=summed,
         end=DeviceTimestamp(mesh.device),
     )
+
+
+def _update(job: Job, step: int, loss: Tensor, limits: Limits) -> Tensor:
+    """The optimizer's step, unless it is to be skipped, which is decided on the device. Returns the loss, the
+    gradient norm, and whether both are finite and within the limits."""
+    beat("optimizer step")
+    training = job.recipe.training
+    with memory.oom_context(job, step, "optimizer step"):
+        norm = job.engine.grad_norm(job.scale.value).to(loss.device)
+        divisor = clip_divisor(norm, training.max_grad_norm, job.scale.value)
+        finite = loss.isfinite() & norm.isfinite()
+        within = finite & (loss <= limits.loss) & (norm <= limits.grad_norm)
+        if job.mixed:  # ranks may differ in the last bit of what they computed alone
+            within = job.mesh.every_rank(within)
+        lr = learning_rate(training, step, job.steps)
+        applied = finite if training.on_spike == "continue" else within
+        job.engine.step(lr, divisor, applied)
+    job.engine.zero_grad()
+    return torch.stack([loss, norm, within.to(norm.dtype)])
 
 
 def _accumulate(
@@ -244,6 +265,7 @@ def _save(job: Job, done: int, *, only_best: bool, required: bool) -> None:
     _compare(job, done)
     sync_buffers(job)
     trainer: dict[str, Any] = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
+    trainer |= {"spikes": job.spikes.state(), "rewinds": len(job.rewinds)}
     if job.selection is not None:
         trainer |= {"selection": job.selection.state(), "only_best": only_best}
     with memory.oom_context(job, done - 1, "save"):

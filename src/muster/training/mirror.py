@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -153,6 +153,14 @@ class Mirror:
                 self._moved += moved
 
         retried(f"{self.address}/{folder.name}/{name}", write)
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Removes these checkpoints, which are gone on disk too."""
+        try:
+            for name in names:
+                self._remove(f"{self.folder}/{name}")
+        except MusterError as error:
+            self._say(None, error)
 
     def _prune(self) -> None:
         here = {folder.name for folder in step_folders(self.root)}

@@ -49,16 +49,16 @@ def compare(job: Job, done: int) -> None:
 
 def _shared(mesh: Mesh, parts: set[str]) -> list[set[str]]:
     """Of each rank, the parts that another rank on a device of its kind holds too; empty if no rank has any."""
-    told = mesh.gather((_kind(mesh.device), sorted(parts)))
-    holders = Counter((kind, part) for kind, found in told for part in found)
-    shared = [{part for part in found if holders[kind, part] > 1} for kind, found in told]
+    told = mesh.gather((kind(mesh.device), sorted(parts)))
+    holders = Counter((its, part) for its, found in told for part in found)
+    shared = [{part for part in found if holders[its, part] > 1} for its, found in told]
     return shared if any(shared) else []
 
 
 def difference(mesh: Mesh, mine: Mapping[str, Hashes]) -> str | None:
     """Which rank holds other values than those that should hold the same; the same words on all ranks."""
-    kind = _kind(mesh.device)
-    keys = {part: f"{part} {kind} {combined([n for n, _ in h])}" for part, h in mine.items()}
+    own_kind = kind(mesh.device)
+    keys = {part: f"{part} {own_kind} {combined([n for n, _ in h])}" for part, h in mine.items()}
     own = {keys[part]: combined([value for _, value in h]) for part, h in mine.items()}
     values: dict[str, dict[int, str]] = defaultdict(dict)
     for rank, found in enumerate(mesh.gather(own)):
@@ -95,7 +95,8 @@ def _words(values: Mapping[int, str], told: Sequence[tuple[str, Hashes]]) -> str
     )
 
 
-def _kind(device: torch.device) -> str:
+def kind(device: torch.device) -> str:
+    """Devices of one kind round alike."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"

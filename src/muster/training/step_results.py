@@ -15,6 +15,8 @@ from muster.observe.heartbeat import beat
 from muster.observe.observer import StepRecord
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.training.job import Job
+from muster.training.rewind import rewind
+from muster.training.spikes import Limits
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +28,10 @@ class Launched:
     step: int  # counted from 0
     ids: list[list[int]]  # samples of each micro-batch
     losses: list[Tensor]  # of each micro-batch
-    results: Tensor  # mean loss of the global batch and gradient norm: on the host, once at `end`
+    results: Tensor  # mean loss of the global batch, gradient norm, whether both are within `limits`: on the host, once at `end`
+    limits: Limits
     lr: float
+    left_out: bool  # by a rewind: nothing was computed
     samples: int
     amounts: dict[str, float]
     filled: int
@@ -48,13 +52,15 @@ def read(job: Job, launched: Launched) -> None:
     beat("waiting for the device")
     record = _record(job, launched)
     job.observer.step(record, job.mesh)
-    _check_finite(job, launched, not record.skipped)
+    if not launched.left_out:
+        _judge(job, launched, record)
     job.checkpoints.check()
 
 
 def _record(job: Job, launched: Launched) -> StepRecord:
     step_time = launched.begin.until(launched.end)  # from here on the results are on the host
-    step, (loss, grad_norm) = launched.step, launched.results.tolist()
+    step, (loss, grad_norm, within) = launched.step, launched.results.tolist()
+    finite = math.isfinite(loss) and math.isfinite(grad_norm)
     exposed = waited = 0.0
     if job.mesh.world > 1:
         exposed = max(0.0, launched.ready.until(launched.synced))
@@ -73,7 +79,8 @@ def _record(job: Job, launched: Launched) -> StepRecord:
         filled=launched.filled,
         cells=launched.cells,
         amounts=launched.amounts,
-        skipped=not (math.isfinite(loss) and math.isfinite(grad_norm)),
+        skipped=not (within or (finite and job.recipe.training.on_spike == "continue")),
+        left_out=launched.left_out,
         profiled=job.profile.covers(step),
     )
 
@@ -94,16 +101,35 @@ def keep_line(job: Job, unread: Launched | None) -> None:
             job.observer.write(_record(job, unread))
 
 
-def _check_finite(job: Job, launched: Launched, finite: bool) -> None:
+def _judge(job: Job, launched: Launched, record: StepRecord) -> None:
     """All ranks see the same loss and norm, so all of them skip the same step, or none does."""
-    step, overflow = launched.step, job.scale.update(finite)
-    if finite:
-        job.bad_steps = 0
+    finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+    if job.scale.update(finite):
+        log.info(
+            "step %d: float16 overflow; the loss scale is now %g", record.step, job.scale.value
+        )
         return
-    if overflow:
-        log.info("step %d: float16 overflow; the loss scale is now %g", step + 1, job.scale.value)
+    job.bad_steps = 0 if finite else job.bad_steps + 1
+    job.spikes.add(launched.step, record.loss, record.grad_norm, launched.limits)
+    if launched.results[2]:
         return
-    job.bad_steps += 1
+    names = _names(job, launched)
+    if not finite:
+        log.warning(
+            "step %d skipped: non-finite loss or gradient; the micro-batch held %s",
+            record.step,
+            names,
+        )
+    _spike(job, launched, record, names)
+    if job.bad_steps >= job.recipe.training.max_bad_steps:
+        raise DataError(
+            f"the loss or gradient was not finite in {job.bad_steps} steps in a row, last at step {record.step} "
+            f"with {names}; look at those rows, lower training.lr, or raise training.max_bad_steps"
+        )
+
+
+def _names(job: Job, launched: Launched) -> str:
+    """Rows of the micro-batches whose loss is not finite; of the whole batch where each of them is."""
     suspects = [  # ranks without the loss have none
         i
         for ids, loss in zip(launched.ids, launched.losses, strict=False)
@@ -111,15 +137,42 @@ def _check_finite(job: Job, launched: Launched, finite: bool) -> None:
         for i in ids
     ]
     rows = [i for ids in job.mesh.gather(suspects) for i in ids]
-    if not rows:  # finite losses, but a gradient is not
-        rows = job.loader.plan.batch(step).tolist()
-    source = job.loader.source_at(step)
-    names = ", ".join(source.name(i) for i in rows[:16]) + (" …" if len(rows) > 16 else "")
-    log.warning(
-        "step %d skipped: non-finite loss or gradient; the micro-batch held %s", step + 1, names
+    if not rows:
+        rows = job.loader.plan.batch(launched.step).tolist()
+    source = job.loader.source_at(launched.step)
+    return ", ".join(source.name(i) for i in rows[:16]) + (" …" if len(rows) > 16 else "")
+
+
+def _spike(job: Job, launched: Launched, record: StepRecord, names: str) -> None:
+    """Told, and answered as `training.on_spike` says."""
+    answer, limits = job.recipe.training.on_spike, launched.limits
+    words = (
+        f"the loss spikes at step {record.step}: loss {record.loss:.4g} (limit {limits.loss:.4g}), gradient norm "
+        f"{record.grad_norm:.4g} (limit {limits.grad_norm:.4g}), with {names}"
     )
-    if job.bad_steps >= job.recipe.training.max_bad_steps:
+    job.observer.event(
+        "spike",
+        step=record.step,
+        **{name: value for name, value in _numbers(record, limits) if math.isfinite(value)},
+        skipped=record.skipped,
+        answer=answer,
+        words=words,
+    )
+    if answer == "stop":
+        job.checkpoints.wait()
         raise DataError(
-            f"the loss or gradient was not finite in {job.bad_steps} steps in a row, last at step {step + 1} "
-            f"with {names}; look at those rows, lower training.lr, or raise training.max_bad_steps"
+            f"{words}; training.on_spike=stop ends the run, and {job.checkpoints.newest_complete()}; look at those "
+            "rows, or go on from there with training.on_spike=skip or rewind, a lower training.lr, or a higher "
+            "training.spike_deviations"
         )
+    if answer == "rewind":
+        rewind(job, record.step, words)
+
+
+def _numbers(record: StepRecord, limits: Limits) -> list[tuple[str, float]]:
+    return [
+        ("loss", record.loss),
+        ("loss_limit", limits.loss),
+        ("grad_norm", record.grad_norm),
+        ("grad_norm_limit", limits.grad_norm),
+    ]

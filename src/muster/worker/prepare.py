@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,10 @@ from muster.training.manifest import Saved, open_checkpoint
 from muster.training.mirror import Mirror
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision
+from muster.training.replicas import kind
+from muster.training.rewind import Rewind, read_rewinds, remove_overtaken
 from muster.training.selection import Selection, selection_for
+from muster.training.spikes import History
 from muster.training.trial import try_task
 from muster.urls import is_remote
 from muster.worker.observer import make_observer
@@ -112,6 +115,8 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
         observer.event("data", lines=write_data(run, task, recipe))
     scale = LossScale.for_precision(precision)
     scale.load(resumed.trainer.get("scale", {}))
+    spikes = History(recipe.training.spike_deviations)
+    spikes.load(resumed.trainer.get("spikes", "[]"))
     observer.event(
         "started",
         step=resumed.step,
@@ -133,6 +138,9 @@ def prepare(recipe: Recipe, mesh: Mesh, run: run_directory.Run, task: Task | Non
         start=resumed.step,
         bad_steps=resumed.trainer.get("bad_steps", 0),
         scale=scale,
+        spikes=spikes,
+        rewinds=resumed.rewinds,
+        mixed=len(set(mesh.gather(kind(mesh.device)))) > 1,
         selection=selection,
         owes_evaluation=owes and resumed.step < steps,
         choices=choices,
@@ -231,11 +239,12 @@ def build_engine(
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run resumes: the checkpoint it was loaded from, if any, and the trainer's state."""
+    """Where a run resumes: the checkpoint it was loaded from, if any, the trainer's state, and what is left out."""
 
     saved: Saved | None
     passed_over: list[str]
     trainer: dict[str, Any]
+    rewinds: list[Rewind] = field(default_factory=list)
 
     @property
     def step(self) -> int:
@@ -257,11 +266,13 @@ def resume(
         verify=recipe.checkpoint.verify,
         mirror=_mirror(recipe, run) if mesh.first else None,
     )
+    rewinds = mesh.gather(read_rewinds(run.path))[0]
+    remove_overtaken(checkpoints, rewinds)
     saved, passed_over = _resume_from(recipe, checkpoints)
     if saved is None:
-        return checkpoints, Resumed(None, passed_over, {"step": 0})
+        return checkpoints, Resumed(None, passed_over, {"step": 0}, rewinds)
     refuse_other_data(saved, data)
-    return checkpoints, Resumed(saved, passed_over, checkpoints.load(saved, engine))
+    return checkpoints, Resumed(saved, passed_over, checkpoints.load(saved, engine), rewinds)
 
 
 def _mirror(recipe: Recipe, run: run_directory.Run) -> Mirror | None:

@@ -240,6 +240,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         "worlds": worlds_in(events),
         "restarts": [vars(restart) for restart in restarts_in(events)],
         "shrunk": [event["words"] for event in events if event["event"] == "shrunk"],
+        "spikes": _spikes(events),
         "best": _best_part(job, done, chosen),
         "last_scores": {},
         "answers": [],
@@ -301,6 +302,13 @@ def _comparisons(job: Job) -> dict[str, Any]:
         "comparisons": job.comparisons,
         "longest_comparison_s": job.longest_comparison_s,
     }
+
+
+def _spikes(events: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Steps whose loss or gradient norm was a spike, of those the skipped, and how often the run went back."""
+    found = {e["step"]: e["skipped"] for e in events if e["event"] == "spike"}
+    rewinds = sum(e["event"] == "rewind" for e in events)
+    return {"steps": len(found), "skipped": sum(found.values()), "rewinds": rewinds}
 
 
 def _stalls(saves: Sequence[dict[str, Any]]) -> dict[str, Any]:

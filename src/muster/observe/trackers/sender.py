@@ -16,7 +16,7 @@ from muster.observe.trackers.sent import Sent
 
 QUEUE = 20_000  # points; about 10 MB
 EVERY_S = 1.0  # between calls of the tracker
-NOT_METRICS = {"step", "time", "skipped", "profiled"}  # of a line of metrics.jsonl
+NOT_METRICS = {"step", "time", "skipped", "profiled", "left_out"}  # of a line of metrics.jsonl
 
 
 class Point(NamedTuple):
