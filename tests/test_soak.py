@@ -38,8 +38,27 @@ def test_a_leak_is_told_from_noise_and_from_processes_of_different_size():
     assert leak.per_hour == pytest.approx(72, rel=0.05)
 
 
-def test_what_was_never_sampled_is_not_called_flat():
-    assert not judge(MEMORY, Series()).flat
+def once(value: float) -> Series:
+    found = Series()
+    found.add("run", 0.0, value)
+    return found
+
+
+@pytest.mark.parametrize("found", [Series(), once(300.0)], ids=["never", "once"])
+def test_what_was_not_sampled_is_a_problem(found):
+    verdict = judge(MEMORY, found)
+    assert not verdict.flat
+    assert "memory of a rank was sampled" in verdict.problem(alone=False)
+    assert soak_samples.table("run", [verdict])[2].endswith("not sampled")
+
+
+def test_a_measure_that_other_programs_change_counts_only_alone():
+    wall = next(measure for measure in MEASURES if measure.alone)
+    grown = judge(wall, series(0.2))
+    assert grown.problem(alone=True) == "time per step grows"
+    assert grown.problem(alone=False) == ""
+    assert judge(MEMORY, series(0.02)).problem(alone=False) == "memory of a rank grows"
+    assert judge(MEMORY, series(0.0)).problem(alone=True) == ""
 
 
 def test_one_other_loss_and_one_missing_step_are_found(tmp_path):

@@ -6,7 +6,7 @@
 What happens, and when, follows from the seed. Sampled are the memory, file handles and threads of ranks and
 supervisor, the files in the run directory and the time per step; a table says which of them grow. In the end
 the same recipe trains as many steps undisturbed: all losses and gradient norms must be the same numbers. The
-exit code is 0 where they are, every start went on and nothing grows. The wall time per step counts only with
+exit code is 0 where they are, every start went on, all was sampled and nothing grows. The wall time per step counts only with
 --alone: other programs on this machine change it.
 
 The run directory is on a small tmpfs of a mount namespace of its own, which is then filled (`unshare`; no root
@@ -237,6 +237,13 @@ def compare(disturbed: Run, reference: Run) -> list[str]:
     return problems
 
 
+def shown(title: str, sampler: Sampler, *, alone: bool) -> list[str]:
+    """The table of a run, and what in it is a problem."""
+    verdicts = sampler.verdicts()
+    print("\n".join(["", *table(title, verdicts), ""]), flush=True)
+    return [f"{title}: {words}" for found in verdicts if (words := found.problem(alone=alone))]
+
+
 def soak(hours: float, seed: int, folder: Path, *, mounted: bool, alone: bool) -> int:
     storm = Soak(folder, seed, mounted=mounted)
     storm.say(f"seed {seed}; {folder}; {'a small tmpfs' if mounted else 'RLIMIT_FSIZE'} starves it")
@@ -244,19 +251,13 @@ def soak(hours: float, seed: int, folder: Path, *, mounted: bool, alone: bool) -
     try:
         run, disturbed = storm.disturb(3600 * hours)
         lines = read_lines(run.path / "metrics.jsonl")
-        storm.say(f"stopped at step {lines[-1]['step']}; now as many undisturbed")
         disturbed.add_steps(lines)
+        problems += shown("disturbed", disturbed, alone=alone)
+        storm.say(f"stopped at step {lines[-1]['step']}; now as many undisturbed")
         reference, quiet = storm.undisturbed(lines[-1]["step"], disturbed.warm_s)
         quiet.add_steps(read_lines(reference.path / "metrics.jsonl"))
         problems += compare(run, reference)
-        told = {"disturbed": disturbed.verdicts(), "undisturbed": quiet.verdicts()}
-        for title, verdicts in told.items():
-            print("\n".join(["", *table(title, verdicts)]))
-            problems += [
-                f"{title}: {found.measure.name} grows"
-                for found in verdicts
-                if found.samples and not found.flat and (alone or not found.measure.alone)
-            ]
+        problems += shown("undisturbed", quiet, alone=alone)
         print(f"\n{len(lines):,} steps, {sum(storm.counts.values())} disturbances:")
         print("\n".join(f"  {n:4} × {name}" for name, n in sorted(storm.counts.items())))
         print("how the run ended before it was resumed:")

@@ -89,17 +89,33 @@ class Verdict:
     per_hour: float
     growth: float
     flat: bool
+    sampled: bool
+
+    @property
+    def word(self) -> str:
+        return "not sampled" if not self.sampled else "flat" if self.flat else "grows"
+
+    def problem(self, *, alone: bool) -> str:
+        """A sentence; empty where there is none, or other programs may be its cause."""
+        if not self.sampled:
+            return (
+                f"{self.measure.name} was sampled {self.samples} times, too few to tell whether it grows; "
+                "soak for longer"
+            )
+        return (
+            "" if self.flat or (self.measure.alone and not alone) else f"{self.measure.name} grows"
+        )
 
 
 def judge(measure: Measure, series: Series) -> Verdict:
     values = series.values()
     mean = statistics.fmean(values) if values else 0.0
     slope, error = series.slope()
-    growth = slope * series.span()
-    flat = (
+    growth, sampled = slope * series.span(), math.isfinite(error)
+    flat = sampled and (
         slope <= SURE * error or growth <= max(measure.absolute, measure.relative * mean)
-    ) and bool(values)
-    return Verdict(measure, len(values), mean, 3600 * slope, growth, flat)
+    )
+    return Verdict(measure, len(values), mean, 3600 * slope, growth, flat, sampled)
 
 
 class Sampler:
@@ -190,7 +206,7 @@ def table(title: str, verdicts: Iterable[Verdict]) -> list[str]:
                 f"{found.mean:.4g}{unit}",
                 f"{found.per_hour:+.3g}{unit}",
                 f"{found.growth:+.3g}{unit}",
-                "flat" if found.flat else "not sampled" if not found.samples else "grows",
+                found.word,
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,13 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 import processes
 from muster import run_directory
 from muster.errors import LaunchError
 from muster.launch import addresses, local_store, rendezvous, secret
 from muster.launch.cluster import Node
-from muster.launch.nodes import Nodes
+from muster.launch.nodes import NodeRendezvous, Nodes
 from muster.launch.published import join_run
 from muster.launch.rendezvous import LOOPBACK
 from muster.recipe.describe import to_yaml
@@ -158,6 +161,34 @@ def test_who_reaches_the_store_of_several_nodes_decides_nothing(pair):
     deciding.join()
     assert reports == [{"rank": 3}, None]
     assert decisions == [{"again": True}] * 2
+
+
+@pytest.mark.skipif(not OUTSIDE, reason="needs an address besides the loopback")
+def test_who_reaches_the_store_gives_no_rank_another_number(pair):
+    """What torch's agents tell each other: how many ranks each node has, and which numbers they get."""
+    intruder = rendezvous.connect(OUTSIDE[0], pair[0].port, 10.0)
+    for nodes in pair:
+        nodes.attempt = 1
+    for node in (0, 1):
+        info = {"role": "rank", "rank": node, "local_world_size": 64}
+        for prefix in ("1/agents/", "agents/run.1/"):
+            intruder.set(f"{prefix}torchelastic/role_info/{node}", json.dumps(info))
+            intruder.set(f"{prefix}torchelastic/assigned_ranks/{node}", "[0, 1, 0, 1]")
+    found: dict[int, list[tuple[int, int]]] = {}
+
+    def assign(nodes: Nodes) -> None:
+        handler = NodeRendezvous(nodes, "run.1")
+        spec = WorkerSpec("rank", 2, handler, entrypoint="true")
+        agent = LocalElasticAgent(spec, DefaultLogsSpecs())
+        agent._rendezvous(agent._worker_group)
+        workers = agent._worker_group.workers
+        found[nodes.node.rank] = [(one.global_rank, one.world_size) for one in workers]
+
+    assigning = threading.Thread(target=assign, args=(pair[1],))
+    assigning.start()
+    assign(pair[0])
+    assigning.join()
+    assert found == {0: [(0, 4), (1, 4)], 1: [(2, 4), (3, 4)]}
 
 
 @pytest.fixture

@@ -102,3 +102,26 @@ def test_two_machines_with_one_node_rank_are_refused(pair):
     both_arrive(one, other)
     with pytest.raises(LaunchError, match="has already joined as node 1; give every machine"):
         impostor.join()
+
+
+def test_a_message_that_cannot_be_used_ends_no_heartbeats(pair, monkeypatch, caplog):
+    """A key that is removed while it is read, a roster of another version."""
+    one, other = pair()
+
+    def broken(store: object) -> None:
+        raise RuntimeError("roster was removed from the store, or overwritten")
+
+    monkeypatch.setattr(other, "_watch", broken)
+    both_arrive(one, other)
+    until(lambda: "cannot be used: roster was removed" in caplog.text)
+    before = one._last_seen[1][0]
+    until(lambda: one._last_seen[1][0] != before)
+    assert other._heartbeats.is_alive()
+    assert caplog.text.count("cannot be used") == 1, "told once"
+
+
+def test_every_node_has_the_hosts_of_all_from_node_0_at_once(pair):
+    one, other = pair()
+    both_arrive(one, other)
+    assert list(one.hosts) == list(other.hosts) == [0, 1]
+    assert other.store.check(["1/hosts/"])

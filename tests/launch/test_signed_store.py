@@ -118,3 +118,32 @@ def test_what_is_of_no_attempt_is_written_again_however_many_attempts_came_after
     one.write_again()
     assert other.check(["run"])
     assert len(one._own) <= signed_store.KEPT + 1
+
+
+class Counting:
+    """A store of torch's, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.store, self.asked = dist.HashStore(), 0
+
+    def __getattr__(self, name):
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+def test_what_there_is_of_many_keys_is_found_in_few_messages():
+    raw = Counting()
+    one, other = (SignedStore(raw, SECRET) for _ in range(2))
+    keys = [f"heartbeat/{n}" for n in range(128)]
+    for key in keys:
+        one.set(key, key)
+    raw.asked = 0
+    assert other.present(keys) == {key: key.encode() for key in keys}
+    assert raw.asked == 2
+    raw.store.set("heartbeat/5", "forged")
+    raw.store.delete_key("heartbeat/77")
+    raw.asked = 0
+    left = {key: key.encode() for key in keys if key not in ("heartbeat/5", "heartbeat/77")}
+    assert other.present(keys) == left
+    assert raw.asked < 32
+    assert other.present([]) == other.present(["none"]) == {}

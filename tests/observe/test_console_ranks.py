@@ -133,3 +133,16 @@ def test_a_smaller_micro_batch_is_told():
     assert event_words({"event": "shrunk", "words": words, "restart": False}) == words
     restart = event_words({"event": "shrunk", "words": words, "restart": True})
     assert restart == f"{words}; all ranks restart from the last checkpoint"
+
+
+def test_a_heartbeat_with_the_line_of_its_step_needs_no_other_file(tmp_path):
+    write(tmp_path, 3)
+    path = tmp_path / "3.heartbeat.json"
+    line = json.loads((tmp_path / "3.jsonl").read_text().splitlines()[1])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "line": line}))
+    before = text_of(RankTable(tmp_path).table())
+    assert "250" in before
+    (tmp_path / "3.jsonl").unlink()
+    assert text_of(RankTable(tmp_path).table()) == before
+    path.write_text(json.dumps({**json.loads(path.read_text()), "line": {"compute_s": "1"}}))
+    assert "250" not in text_of(RankTable(tmp_path).table())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -162,3 +163,56 @@ def test_a_clock_that_is_set_back_is_seen_as_a_new_heartbeat(ranks):
     assert watched.latest[0]["time"] == 400.0
     assert watched.silent_s(0) < 5.0
     until(lambda: watched.silent_s(0) > 0.05)
+
+
+def beats(senders: list[Sender], done) -> None:
+    """Until `done`; heartbeats of all of them, as once a second."""
+
+    def once() -> bool:
+        for rank, sender in enumerate(senders):
+            sender.send({**state(rank), "limit_s": 60.0})
+        return bool(done())
+
+    until(once, 20.0)
+
+
+def test_the_collector_looks_for_a_stall_on_behalf_of_its_ranks(ranks, collector):
+    senders = [Sender(collector.address) for _ in range(3)]
+    assert [sender.stalled() for sender in senders] == [None] * 3, "it has not answered yet"
+    beats(senders, lambda: all(sender.stalled() is False for sender in senders))
+    (ranks / heartbeats.STALL_FILE).touch()
+    beats(senders, lambda: all(sender.stalled() for sender in senders))
+
+
+def test_a_rank_that_waits_long_is_told_of_those_on_other_nodes(ranks, collector):
+    other = {**state(9), "limit_s": 540.0, "device": {"name": "x" * 200}}
+    thousand = [{**other, "rank": rank} for rank in range(9, 4096)]
+    (ranks / "node-1.heartbeats.json").write_text(json.dumps({"ranks": thousand}))
+    senders = [Sender(collector.address) for _ in range(8)]
+    before = len(os.listdir("/proc/self/fd"))
+    beats(senders, lambda: all((look := sender.look()) and look.number for sender in senders))
+    for sender in senders:
+        found = {one["rank"]: one for one in sender.look().states}
+        assert set(found) >= set(range(9, 4096))
+        assert found[9] == {name: other[name] for name in gather.LOOKED_AT}
+    assert len(os.listdir("/proc/self/fd")) <= before + 1, "files that came are closed"
+
+
+def test_a_rank_whose_collector_falls_silent_looks_itself(ranks, collector, monkeypatch):
+    monkeypatch.setattr(gather, "HEARD_S", 0.5)
+    sender = Sender(collector.address)
+    beats([sender], lambda: sender.stalled() is False and sender.look())
+    collector.close()
+    until(lambda: sender.stalled() is None and sender.look() is None, 20.0)
+
+
+def test_an_answer_of_another_process_is_not_believed(ranks, collector):
+    """Of the same user, by another address than the collector's."""
+    sender = Sender(collector.address)
+    beats([sender], lambda: sender.stalled() is False)
+    assert sender._socket is not None
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    answer = json.dumps({"stalled": True, "every_s": 1.0}).encode()
+    stranger.sendto(answer, sender._socket.getsockname())
+    stranger.close()
+    assert sender.stalled() is False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.observe.gather import Look
 from muster.observe.stall import KNOWN, LEAST_S, Others, StallLimit, StallWatch
 
 LONGEST_S = 540.0
@@ -104,3 +105,29 @@ def test_time_in_which_the_whole_job_was_suspended_does_not_count(clock):
     assert not clock.watch.stalled(clock.last, clock.now)
     assert not clock.watch.stalled(clock.last, clock.now + 3600)
     assert not clock.watch.stalled(clock.last, clock.now + 3610)
+
+
+@pytest.mark.parametrize("every_s", [1.0, 8.0])
+def test_others_are_judged_alike_by_the_looks_of_their_collector(tmp_path, every_s):
+    """It looks the more seldom the more nodes there are."""
+    seen: list[Look] = [Look()]
+    others = Others(tmp_path, 0, lambda: seen[0])
+    now = time.time()
+
+    def look(number: int, age: float) -> None:
+        state = {"rank": 1, "time": now - age, "since": now - age, "phase": "saving"}
+        seen[0] = Look(number, every_s, ({**state, "limit_s": LONGEST_S},))
+        for _ in range(30):  # each is asked for once a second, and counts once
+            others.look()
+
+    others.look()
+    assert not others.at_work(starting=False), "nothing is known yet"
+    look(1, 100.0)
+    assert others.at_work(starting=False)
+    for number in range(2, 2 + int(-(-20 // every_s))):
+        assert not others.silent(60.0)
+        look(number, 100.0)
+    assert others.silent(60.0)
+    look(100, 0.0)
+    assert others.at_work(starting=False)
+    assert not others.silent(60.0)

@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -31,8 +31,11 @@ from muster.launch.signed_store import SignedStore
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+POLL_S, MOST_POLL_S = 0.05, 0.25
 SILENT_S = 30.0  # without a heartbeat: then a node is not waited for any longer
 
+
+LOST = (LaunchError, dist.DistError)  # of a connection
 
 NodeReport = dict[str, Any] | None
 Result = TypeVar("Result")
@@ -66,6 +69,7 @@ class Nodes:
         others = range(1, node.nodes) if node.rank == 0 else range(1)
         self._last_seen = {n: (b"", time.monotonic()) for n in others}
         self._token = secrets.token_hex(8)
+        self._told = ""  # the latest problem of a heartbeat
         self._failed_in = 0  # the attempt in which another node's ranks failed
         self._closing = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, daemon=True, name="nodes")
@@ -105,22 +109,30 @@ class Nodes:
                 f"{other.split()[0]} has already joined as node {self.node.rank}; give every "
                 "machine its own --node-rank"
             )
-        end = time.monotonic() + self.timeout_s
-        missing = list(range(self.node.nodes))
-        while missing := [n for n in missing if not self.store.check([self._key("joined", n)])]:
+        everyone = [self._key("joined", n) for n in range(self.node.nodes)]
+        listed, start = self._key("hosts"), time.monotonic()
+        while not self.store.check([listed]):
+            if self.node.rank == 0 and self.store.check(everyone):
+                names = [value.decode().split()[0] for value in self.store.multi_get(everyone)]
+                self.store.set(listed, json.dumps(names))  # from here the others have them
+                break
             if self.store.check(["refused"]):
                 raise LaunchError(self.store.get("refused").decode())
-            if time.monotonic() > end:
-                names = ", ".join(str(n) for n in missing[:8])
-                raise LaunchError(
-                    f"of {self.node.nodes} nodes, node {names} did not join at {self.node.address}:"
-                    f"{self.port} within {self.timeout_s:.0f} s; start it with the same --nodes, "
-                    "--master-addr and --master-port, or raise distributed.timeout_s"
-                )
-            time.sleep(0.05)
-        keys = [self._key("joined", n) for n in range(self.node.nodes)]
-        self.hosts = {n: self.store.get(key).decode().split()[0] for n, key in enumerate(keys)}
+            if (waited := time.monotonic() - start) > self.timeout_s:
+                raise LaunchError(self._missing(everyone))
+            time.sleep(min(MOST_POLL_S, POLL_S + waited / 40))
+        self.hosts = dict(enumerate(json.loads(self.store.get(listed))))
         return True
+
+    def _missing(self, everyone: list[str]) -> str:
+        came = self.store.present(everyone)
+        numbers = [str(n) for n, key in enumerate(everyone) if key not in came]
+        names = ", ".join(numbers[:8]) or "0"
+        return (
+            f"of {self.node.nodes} nodes, node {names} did not join at {self.node.address}:"
+            f"{self.port} within {self.timeout_s:.0f} s; start it with the same --nodes, "
+            "--master-addr and --master-port, or raise distributed.timeout_s"
+        )
 
     def _key(self, what: str, node: int | str = "") -> str:
         return f"{self.attempt}/{what}/{node}"
@@ -204,25 +216,58 @@ class Nodes:
     def _send_heartbeats(self) -> None:
         """On its own connection: a call that waits for a lost machine blocks no other."""
         try:
-            reached = rendezvous.connect(self.node.address, self.port, self.timeout_s)
-            store = self.store.over(reached)
+            store = self.store.over(
+                rendezvous.connect(self.node.address, self.port, self.timeout_s)
+            )
             while not self._closing.wait(HEARTBEAT_S):
-                store.set(f"heartbeat/{self.id}", str(time.time()))
-                store.write_again()
-                for n, (before, _) in list(self._last_seen.items()):
-                    key = f"heartbeat/{n}"
-                    value = store.get(key) if store.check([key]) else b""
-                    if value != before:
-                        self._last_seen[n] = (value, time.monotonic())
-                attempt, failed = self.attempt, self._key("failed")
-                if store.check([failed]):
-                    self._failed_in = attempt
-                self._watch(store)
-        except Exception as error:  # node 0 is lost: it counts as silent from here on
+                self._beat(store)
+        except LOST as error:  # node 0: it counts as silent from here on
             log.info("lost the connection to the other nodes: %s", error)
+
+    def _beat(self, store: SignedStore) -> None:
+        """One heartbeat, and what the others have sent. A message that cannot be read, or is removed while
+        it is read, must not end the heartbeats: this node would be taken for lost."""
+        try:
+            store.set(f"heartbeat/{self.id}", str(time.time()))
+            store.write_again()
+            attempt, failed = self.attempt, self._key("failed")
+            others = {f"heartbeat/{n}": n for n in self._last_seen}
+            found = store.present([*others, failed])
+            for key, n in others.items():
+                if key in found and found[key] != self._last_seen[n][0]:
+                    self._last_seen[n] = (found[key], time.monotonic())
+            if failed in found:
+                self._failed_in = attempt
+            self._watch(store)
+        except LOST:
+            raise
+        except Exception as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                log.warning("a message of the other nodes cannot be used: %s", error)
 
     def _watch(self, store: SignedStore) -> None:
         """After each heartbeat, in its thread and on its connection."""
+
+
+class AgentStore:
+    """What torch's agents tell each other, such as how many ranks each has, signed as all else is."""
+
+    def __init__(self, store: SignedStore, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._store.multi_get([self._prefix + key for key in keys])
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -242,7 +287,7 @@ class NodeRendezvous(RendezvousHandler):
         if self.nodes.peer_failed():
             raise PeerFailedError
         node = self.nodes.node
-        store = dist.PrefixStore(f"agents/{self.run_id}", self.nodes.store.raw)  # type: ignore[attr-defined]
+        store: Any = AgentStore(self.nodes.store, f"{self.nodes.attempt}/agents/")
         where = RendezvousStoreInfo(node.address, self.nodes.port)
         return RendezvousInfo(store, node.rank, node.nodes, where)
 

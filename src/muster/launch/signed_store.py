@@ -81,16 +81,21 @@ class SignedStore:
         """Whether all of them have an authentic value."""
         return self.raw.check(list(keys)) and len(self._authentic(keys)) == len(set(keys))
 
+    def present(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """The authentic values of those of `keys` that have one, in few messages."""
+        return self._opened_all(self._there(keys))
+
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         """Until all of them have an authentic value. What this process wrote itself, and others have
         overwritten, is written again meanwhile. RuntimeError after `timeout`, as with torch's stores."""
         limit = (self.raw.timeout if timeout is None else timeout).total_seconds()
-        start = time.monotonic()
+        start, again = time.monotonic(), AGAIN_S
         while not self.check(keys):
             waited = time.monotonic() - start
             if waited > limit:
                 raise RuntimeError(f"no authentic value of {', '.join(keys[:4])} in {limit:.0f} s")
-            if waited > AGAIN_S:
+            if waited > again:
+                again = waited + AGAIN_S
                 self.write_again()
             time.sleep(min(MOST_SLEEP_S, LEAST_SLEEP_S + waited / 10))
 
@@ -112,9 +117,11 @@ class SignedStore:
 
     def write_again(self) -> None:
         """Write the latest values of this process again where others have overwritten or removed them."""
-        for key, signed in list(self._own.items()):
-            there = self.raw.get(key) if self.raw.check([key]) else b""
-            if there != signed and self._verified(key, there, tell=False) is None:
+        own = dict(self._own)
+        there = self._there(list(own))
+        for key, signed in own.items():
+            found = there.get(key, b"")
+            if found != signed and self._verified(key, found, tell=False) is None:
                 self.raw.set(key, signed)
 
     def _keep(self, key: str, signed: bytes) -> None:
@@ -126,8 +133,19 @@ class SignedStore:
 
     def _authentic(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values among those of `keys`, which exist, that are authentic."""
-        values = zip(keys, self.raw.multi_get(list(keys)), strict=True)
-        found = {key: self._verified(key, value) for key, value in values}
+        return self._opened_all(dict(zip(keys, self.raw.multi_get(list(keys)), strict=True)))
+
+    def _there(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """What is under those of `keys` that exist, by whomever. Two messages where all do."""
+        if not keys or not self.raw.check(list(keys)):
+            if len(keys) < 2:
+                return {}
+            middle = len(keys) // 2
+            return {**self._there(keys[:middle]), **self._there(keys[middle:])}
+        return dict(zip(keys, self.raw.multi_get(list(keys)), strict=True))
+
+    def _opened_all(self, values: dict[str, bytes]) -> dict[str, bytes]:
+        found = {key: self._verified(key, value) for key, value in values.items()}
         return {key: value for key, value in found.items() if value is not None}
 
     def _sign(self, key: str, value: str | bytes) -> bytes:

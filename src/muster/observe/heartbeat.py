@@ -37,14 +37,13 @@ from muster.writing import make_folder, open_own, touch, write, write_json
 STALLED = 75  # exit code of a rank that stalled, or exited because another one did
 TICK_S = 1.0
 GRACE_S = 5.0  # between a rank's report and its exit: the others need time for theirs
-STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
 DUMPS = (
     heartbeats.OWN,
     heartbeats.OF_NODES,
     "*.stall.json",
     "*.stacks.txt",
     "*.flight.json",
-    STALL_FILE,
+    heartbeats.STALL_FILE,
 )
 LINES = 6  # of its own code, in a rank's report
 
@@ -82,6 +81,12 @@ def measure(device: Callable[[], Mapping[str, Any] | None] | None) -> None:
     """Write what `device` returns into each heartbeat. It must answer at once: a heartbeat does not wait."""
     global _device
     _device = device
+
+
+def note_line(line: Mapping[str, Any]) -> None:
+    """The newest of ranks/<r>.jsonl, for whoever shows all ranks without opening a file of each."""
+    if _active is not None:
+        _active.line = line
 
 
 def clear(folder: Path) -> None:
@@ -124,14 +129,16 @@ def failed(error: BaseException) -> None:
 
 
 class HeartbeatThread(threading.Thread):
-    """`last` is the latest beat."""
+    """`last` is the latest beat, `line` that of the latest step."""
+
+    line: Mapping[str, Any] | None = None
 
     def __init__(self, folder: Path, rank: int, limit: StallLimit, sender: Sender) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._sender = sender
         self.folder, self.rank, self.limit = folder, rank, limit
         self.last: Beat = (STARTING, None, time.monotonic())
-        self._watch = StallWatch(limit, Others(folder, rank))
+        self._watch = StallWatch(limit, Others(folder, rank, sender.look))
         self._host, self._training_thread = os.uname().nodename, threading.get_ident()
         self._done, self._lock = threading.Event(), threading.Lock()
         self._reported = False
@@ -143,9 +150,12 @@ class HeartbeatThread(threading.Thread):
     def run(self) -> None:
         self._write_heartbeat()
         while not self._done.wait(TICK_S):
-            self._write_heartbeat()
-            if math.isfinite(self.limit.longest_s) and (why := self._why_to_exit()):
-                self._exit_stalled(why)
+            self.tick()
+
+    def tick(self) -> None:
+        self._write_heartbeat()
+        if math.isfinite(self.limit.longest_s) and (why := self._why_to_exit()):
+            self._exit_stalled(why)
 
     def end(self) -> None:
         self._done.set()
@@ -168,7 +178,7 @@ class HeartbeatThread(threading.Thread):
             self.join()  # the others are still writing; this thread ends the process
         if self._report["lost"] and "timed out" in str(error).lower():
             self._signal_stall()
-            time.sleep(2 * TICK_S)
+            time.sleep(3 * TICK_S)
         time.sleep(0.2)  # a killed process may take a moment to end
         self._record_silent_ranks()
 
@@ -181,7 +191,10 @@ class HeartbeatThread(threading.Thread):
             faulthandler.dump_traceback_later(seconds, exit=True, file=self._stacks)
         if self._watch.stalled(self.last, time.monotonic()):
             return "stalled"
-        return "called" if (self.folder / STALL_FILE).exists() else None
+        called = self._sender.stalled()  # the collector looks for all ranks of this node
+        if called is None:
+            called = (self.folder / heartbeats.STALL_FILE).exists()
+        return "called" if called else None
 
     def _exit_stalled(self, why: str) -> None:
         faulthandler.dump_traceback_later(3 * GRACE_S, exit=True, file=self._stacks)
@@ -224,13 +237,14 @@ class HeartbeatThread(threading.Thread):
 
     def _signal_stall(self) -> None:
         with suppress(OSError):
-            touch(self.folder / STALL_FILE)
+            touch(self.folder / heartbeats.STALL_FILE)
 
     def _write_heartbeat(self) -> None:
         with suppress(OSError):  # a full disk must not end this thread
             measured = _device() if _device else None
             state = {**self._state(), "limit_s": self._limit_s()}
             state |= {"device": measured} if measured else {}
+            state |= {"line": self.line} if self.line else {}
             if not self._sender.send(state):
                 write_json(self._path("heartbeat.json"), state)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
 OWN, OF_NODES = "*.heartbeat.json", "node-*.heartbeats.json"
 State = Mapping[str, Any]
 
@@ -33,6 +34,11 @@ class Heartbeats:
         self.latest: dict[int, State] = {}
         self._files: dict[str, tuple[tuple[int, int, int], list[State]]] = {}
         self._changed: dict[int, float] = {}  # when a new one was seen, by the monotonic clock
+
+    @property
+    def files(self) -> int:
+        """That the last look opened."""
+        return len(self._files)
 
     def refresh(self) -> None:
         paths = [path for pattern in (OWN, OF_NODES) for path in self.folder.glob(pattern)]

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from muster.auto import AutoChoice
-from muster.observe import stopping
+from muster.observe import heartbeat, stopping
 from muster.observe.balance import Balance, RankTimes
 from muster.observe.choices import write_choices
 from muster.observe.events import write_event
@@ -142,7 +142,8 @@ class Observer:
         names = ("compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
         times = dict(zip(names, record.times(), strict=False))
         times["memory_gib"] = line["memory_gib"]
-        self._ranks.write({"step": record.step, **times})
+        self._ranks.write(own := {"step": record.step, **times})
+        heartbeat.note_line(own)
         if self._fresh:
             self._fresh = False
         elif not (record.profiled or record.left_out):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -13,6 +14,7 @@ from muster.observe.results import read_last
 
 EVERY_S = 1.0  # as often as ranks write
 SILENT_S = 10.0  # without a heartbeat
+TIMES = ("compute_s", "comm_wait_s", "data_wait_s")
 MOST = 16  # rows; of more ranks, those that compute longest
 
 
@@ -75,17 +77,23 @@ class RankTable:
 
     def _row(self, rank: int) -> RankRow:
         heartbeat = self._heartbeats.latest.get(rank, {})
-        last = read_last(self.folder / f"{rank}.jsonl")
+        last = _line(heartbeat) or read_last(self.folder / f"{rank}.jsonl")
         times = None
         if last:
-            compute, wait, data = (
-                1e3 * last[name] for name in ("compute_s", "comm_wait_s", "data_wait_s")
-            )
+            compute, wait, data = (1e3 * last[name] for name in TIMES)
             times = (compute, wait, data)
         step = heartbeat.get("step") or last.get("step")
         host = str(heartbeat.get("host", ""))
         phase = _phase(heartbeat, self._heartbeats.silent_s(rank))
         return RankRow(rank, host, step, phase, times, last.get("memory_gib"))
+
+
+def _line(heartbeat: State) -> dict[str, Any]:
+    """Of the latest step, where the rank's heartbeat has it."""
+    found = heartbeat.get("line")
+    if isinstance(found, dict) and all(isinstance(found.get(n), int | float) for n in TIMES):
+        return found
+    return {}
 
 
 def shown(rows: list[RankRow]) -> list[RankRow]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.observe.gather import Look
 from muster.observe.heartbeats import Heartbeats
 
 STEP_PHASES = frozenset(
@@ -27,7 +28,8 @@ TIMES = 20  # of the median step, where they are long
 KNOWN = 3  # steps that are timed before the limit follows them: the first may compile
 # A longer time between two ticks counts as so much: the process was stopped, or its disk.
 PAUSE_S = 5.0
-LOOKS = 20  # without a new heartbeat, after which a rank counts as gone
+GONE_S = 20.0  # of looks without a new heartbeat, after which a rank counts as gone
+LOOK_S = 1.0  # between two looks at the files themselves
 
 Beat = tuple[str, int | None, float]  # phase, step, and when by the monotonic clock
 
@@ -52,29 +54,41 @@ class StallLimit:
 
 
 class Others:
-    """The heartbeats of the other ranks, as they change from look to look."""
+    """The heartbeats of the other ranks, as they change from look to look. `ask` is for those that the
+    collector of this node has seen; None where it does not answer: then the files are read here."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._heartbeats, self._own = Heartbeats(folder), rank
+    def __init__(
+        self, folder: Path, rank: int, ask: Callable[[], Look | None] = lambda: None
+    ) -> None:
+        self._heartbeats, self._own, self._ask = Heartbeats(folder), rank, ask
+        self._number = 0  # of the latest look that was told
         self._states: dict[int, Mapping[str, Any]] = {}
-        self._unchanged: dict[int, int] = {}  # looks
+        self._unchanged: dict[int, float] = {}  # seconds of looks
 
     def forget(self) -> None:
         self._states, self._unchanged = {}, {}
 
     def look(self) -> None:
-        self._heartbeats.refresh()
-        for rank, state in self._heartbeats.latest.items():
-            if rank != self._own:
+        told = self._ask()
+        if told is None:
+            self._heartbeats.refresh()
+            self._note(self._heartbeats.latest.values(), LOOK_S)
+        elif told.number != self._number:
+            self._number = told.number
+            self._note(told.states, told.every_s)
+
+    def _note(self, states: Iterable[Mapping[str, Any]], seconds: float) -> None:
+        for state in states:
+            if (rank := state["rank"]) != self._own:
                 before = self._states.get(rank)
                 same = before is not None and before["time"] == state["time"]
-                self._unchanged[rank] = self._unchanged[rank] + 1 if same else 0
+                self._unchanged[rank] = self._unchanged[rank] + seconds if same else 0.0
                 self._states[rank] = state
 
     def at_work(self, *, starting: bool) -> bool:
         """Whether one of them is alive and within the limit of what it does, which while `starting` is none."""
         return any(
-            self._unchanged[rank] < LOOKS
+            self._unchanged[rank] < GONE_S
             and (
                 (starting and state["phase"] == STARTING)
                 or state["time"] - state["since"] < (state["limit_s"] or 0.0)
@@ -87,7 +101,7 @@ class Others:
         """Whether one of them has had no heartbeat for so long. Its process is stopped or gone, or native
         code holds its interpreter: a heartbeat does not wait for training."""
         return any(
-            self._unchanged[rank] >= LOOKS and time.time() - state["time"] >= seconds
+            self._unchanged[rank] >= GONE_S and time.time() - state["time"] >= seconds
             for rank, state in self._states.items()
             if state["phase"] != ENDED
         )

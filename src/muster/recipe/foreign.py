@@ -272,6 +272,7 @@ def foreign_table(source: str) -> str:
     lines = [f"| {source} | muster |", "|---|---|"]
     for row in TABLE[source]:
         names = ", ".join(f"`{name}`" for name in row.names.split())
-        said = f"`{row.key}`" if row.key else "not there"
-        lines.append(f"| {names} | {said}{f': {row.note}' if row.note else ''} |")
+        command = row.note.startswith("`muster ")  # which does it
+        said = [f"`{row.key}`"] if row.key else [] if command else ["not there"]
+        lines.append(f"| {names} | {': '.join([*said, *([row.note] if row.note else [])])} |")
     return "\n".join(lines)

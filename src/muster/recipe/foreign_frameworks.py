@@ -63,7 +63,9 @@ FRAMEWORKS: dict[str, tuple[Foreign, ...]] = {
         Foreign("wall_clock_breakdown flops_profiler", "logging.profile"),
         Foreign("comms_logger", note="`muster bench collectives`, or of a run logging.profile"),
         Foreign(
-            "elasticity", note="a run resumes on any number of ranks, with the same global batch"
+            "elasticity",
+            note="`muster train --nodes MIN:MAX` and `--gpus MIN:MAX`: the number of ranks changes while it runs, "
+            "the global batch never",
         ),
         Foreign("autotuning", note="`muster plan` says which strategy fits and how fast it is"),
     ),
