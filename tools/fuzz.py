@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from fuzzing import run, worker
+from fuzzing import alone, run, worker  # noqa: F401 - `alone` first
+from fuzzing.families import every as families  # noqa: F401 - registers the readers
 from fuzzing.outcome import BAD, REFUSED, TAKEN
 from fuzzing.reader import READERS
 

@@ -5,9 +5,15 @@ and what to do, and names the key, file, row or rank. The command line prints it
 trace; anything else that escapes is a bug in muster and keeps its trace.
 """
 
+from muster.printable import sentence
+
 
 class MusterError(Exception):
-    """Something the user can fix."""
+    """Something the user can fix. Each argument is a line of its own. A message quotes file names, keys and
+    values of others: none of them adds a line, a control character or a page of text to it."""
+
+    def __str__(self) -> str:
+        return "\n".join(sentence(str(line)) for line in self.args)
 
 
 class RecipeError(MusterError):
@@ -31,7 +37,11 @@ class ReplicaError(MusterError):
 
 
 class LaunchError(MusterError):
-    """Ranks could not be started, the rendezvous failed, or a rank failed."""
+    """Ranks could not be started, the rendezvous failed, or a rank failed, with what the rank said."""
+
+    def __str__(self) -> str:
+        lines = (line for words in self.args for line in str(words).splitlines())
+        return "\n".join(sentence(line) for line in lines)
 
 
 class MemoryLimitError(MusterError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import fcntl
 import itertools
-import json
 import logging
 import os
 import re
@@ -30,7 +29,7 @@ import psutil
 from muster import writing
 from muster.errors import LaunchError, MusterError, UnreadableError
 from muster.hardware import rehearsal
-from muster.observe import heartbeat
+from muster.observe import heartbeat, shapes
 from muster.observe.events import write_again
 from muster.observe.results import STOP_FILE, read_last
 from muster.reading import json_file
@@ -49,15 +48,6 @@ Mode = Literal["private", "group", "umask"]
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
-# Of what is read here from run.json. What is of another kind counts as absent.
-KINDS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("created", "owned", "ended"), (int, float)),
-    **dict.fromkeys(("pid", "pid_started", "exit_code", "ranks", "restarts"), int),
-    **dict.fromkeys(("state", "host", "boot", "pids"), str),
-    "failure": dict,
-}
-
-
 @dataclass(frozen=True)
 class Run:
     path: Path
@@ -73,10 +63,7 @@ class Run:
 
     def _info(self) -> dict[str, Any]:
         with suppress(FileNotFoundError, UnreadableError):
-            found = json_file.read(self.path / "run.json")
-            return {
-                k: v for k, v in found.items() if v is None or isinstance(v, KINDS.get(k, object))
-            }
+            return shapes.info(json_file.read(self.path / "run.json"))
         return {}
 
     def update(self, **changes: Any) -> None:
@@ -198,7 +185,7 @@ class Run:
         """The host of the run's processes, where they cannot be reached from here."""
         info, own = self.info(), here()
         reachable = all(info.get(key, own[key]) == own[key] for key in own)
-        return None if reachable else str(info["host"])
+        return None if reachable else str(info.get("host", "another host"))
 
     def processes(self) -> list[psutil.Process]:
         """The run's owner and its children. Empty on another host."""
@@ -242,7 +229,7 @@ class Run:
 
     def results(self) -> dict[str, Any] | None:
         path = self.path / "training_results.json"
-        return json.loads(path.read_text()) if path.is_file() else None
+        return json_file.read(path) if path.is_file() else None
 
 
 def check_name(name: str) -> str:

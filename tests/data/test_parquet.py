@@ -244,6 +244,39 @@ def test_a_damaged_index_is_made_again(corpus_file, damage, measured):
     assert json.loads(index_of(path).read_text())["clips"]["seconds"][0] == 0.2
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("seconds", value) for value in (-1.0, float("nan"), 1e308, 0.0, "x", None, [1.0])),
+        *(("problems", value) for value in ({"99": "x"}, {"0": "x"}, {"x": "y"}, [1], None)),
+        *(("files", value) for value in ({"0": ["a\0b", 1, 2, "k"]}, {"0": [1]}, {"-1": []})),
+        ("unsettled", [99]),
+        ("kinds", {"FLAC": "x"}),
+    ],
+)
+def test_a_poisoned_index_is_made_again(corpus_file, key, value):
+    path = corpus_file()
+    rows_of(path)
+    saved = json.loads(index_of(path).read_text())
+    if key == "seconds":
+        saved["clips"][key][0] = value
+    else:
+        saved["clips"][key] = value
+    index_of(path).write_text(json.dumps(saved))
+    assert spans(path) == pytest.approx(SPANS)
+
+
+def test_a_transcript_that_is_not_utf8_names_file_and_row(tmp_path, caplog):
+    texts = pa.array([b"one", b"t\xffo", b"three"], pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), 3, texts.buffers())
+    pq.write_table(
+        pa.table({"audio": [encode(tone(0.2))] * 3, "text": texts}), tmp_path / "a.parquet"
+    )
+    source = SpeechSource([tmp_path / "a.parquet"], SpeechLimits(max_bad_fraction=0.5))
+    assert [*source.texts] == ["one", "three"]
+    assert "a.parquet row 1: the text is not UTF-8 (byte 0xff)" in caplog.text
+
+
 def test_where_the_folder_takes_no_index_the_cache_does(
     corpus_file, measured, tmp_path, monkeypatch
 ):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile import FEW, HOSTILE_TEXT
-from muster.reading.text import LONG, in_one_line, printable
+from muster.printable import LONG, in_one_line, printable
 
 PARTS = st.sampled_from(
     ["\x1b[31m", "\x1b]0;title\x07", "\x9b2J", "\u202e", "\ud800", "[red]", "a", "\n"]

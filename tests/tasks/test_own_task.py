@@ -41,6 +41,7 @@ from muster.tasks.base import Task
 from muster.tasks.own import load_class, named
 from muster.training.compatibility import refuse_other_recipe
 from muster.training.evaluate import SingleProcess
+from muster.training.manifest import Saved
 from muster.training.trial import try_task
 from muster.worker.main import _check_agreement
 from pool import RankError
@@ -386,7 +387,7 @@ def test_a_module_that_changed_since_a_checkpoint_is_refused(tmp_path, monkeypat
     assets = build_task(recipe).assets
     (tmp_path / "recipe.json").write_text(recipe.model_dump_json())
     (tmp_path / "assets.json").write_text(json.dumps(assets))
-    saved: Any = SimpleNamespace(path=tmp_path)
+    saved = Saved(tmp_path, {})
     refuse_other_recipe(saved, recipe.as_dict())
     (tmp_path / "module_that_changes.py").write_text(own.FILE + "# changed")
     with pytest.raises(CheckpointError, match=r"module_that_changes\.py has changed since"):

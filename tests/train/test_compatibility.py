@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from muster.recipe.describe import keys
 from muster.recipe.load import from_resolved, load
 from muster.run_directory import Run
 from muster.training.compatibility import refuse_other_data, refuse_other_recipe
-from muster.training.manifest import FORMAT, file_entry
+from muster.training.manifest import FORMAT, Saved, file_entry
 
 DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
 
@@ -25,7 +24,7 @@ DATA = {"samples": 10, "lengths": "abc", "shuffle": "full"}
 def saved(folder, recipe: dict[str, Any], data: dict[str, Any] | None = None) -> Any:
     (folder / "recipe.json").write_text(json.dumps(recipe))
     (folder / "assets.json").write_text(json.dumps({"data": data or DATA}))
-    return SimpleNamespace(path=folder)
+    return Saved(folder, {})
 
 
 def test_a_checkpoint_from_before_a_key_existed_goes_on(tmp_path):

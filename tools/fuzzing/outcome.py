@@ -6,6 +6,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuzzing.mutate import SECRET
 from muster.errors import MusterError
 
 TAKEN, REFUSED = "taken", "refused"
@@ -50,6 +51,8 @@ def unclear(words: str, names: tuple[str, ...]) -> str | None:
         return "half a surrogate pair"
     if len(words) > LONGEST:
         return f"{len(words)} characters"
+    if SECRET in words:
+        return "tells what lies outside"
     if names and not any(name in words for name in names):
         return "names no file or key"
     return None

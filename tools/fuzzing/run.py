@@ -15,7 +15,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from fuzzing import families as families
 from fuzzing import worker
 from fuzzing.outcome import BAD, DIED, HANG, Outcome
 from fuzzing.reader import READERS

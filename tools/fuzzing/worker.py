@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import logging
@@ -27,6 +28,7 @@ from fuzzing.reader import READERS, Case
 CPU_S, WALL_S = 10.0, 40.0  # of one case: processor time, and time with other processes beside it
 GROWTH = 512 << 20  # bytes of memory that a case may add …
 PER_BYTE = 32  # … and for each byte of its input
+M_ARENA_MAX = -8  # of mallopt
 ADDRESS_SPACE = 3 << 30  # beyond what the process has at the start
 
 
@@ -54,6 +56,8 @@ def limit(folder: Path, quiet: bool) -> None:
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
     os.setsid()
+    with suppress(AttributeError, OSError):  # else each thread may reserve 64 MiB of addresses
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
     signal.signal(signal.SIGPROF, _stop)
     signal.signal(signal.SIGALRM, _stop)
     sys.setswitchinterval(0.005)

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from muster.errors import DataError
+from muster.reading import json_file
 
 log = logging.getLogger(__name__)
 
+LARGEST_INDEX = 2**31  # bytes
 INDEX_VERSION = 3
 
 
@@ -149,10 +151,10 @@ def load_index(path: Path, column: str) -> Any:
     """The saved index of this column, if the file has not changed; else None."""
     for target in index_paths(path):
         try:
-            document = json.loads(target.read_text())
+            document = json_file.read(target, most=LARGEST_INDEX)
         except (OSError, ValueError):
             continue
-        if isinstance(document, dict) and document.get("of") == stamp(path, column):
+        if document.get("of") == stamp(path, column):
             return document.get("clips")
     return None
 

@@ -19,7 +19,12 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from muster.data.speech.audio import Clip, Waveform
+from muster.data.utf8 import in_utf8
 from muster.errors import DataError
+from muster.reading.text import in_one_line
+
+# What Arrow raises for a damaged file; UnicodeError for a name that no text is
+DAMAGED = (pa.ArrowException, OSError, UnicodeError, MemoryError)
 
 AUDIO_NAMES = ("audio", "file", "path", "speech", "wav", "flac", "mp3", "samples", "array")
 RATE_NAMES = ("sampling_rate", "sample_rate", "rate")
@@ -51,7 +56,7 @@ class AudioTable(Protocol):
     apart: bool  # clips are separate files, so that any order is equally fast
 
     def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
-        """Of every row; and why those of some groups cannot be read, whose texts are empty."""
+        """Of every row; and why some cannot be read, by row, whose texts are empty."""
         ...
 
     def read(self, group: int) -> Cells: ...
@@ -106,13 +111,19 @@ class ParquetClips:
 
     def texts(self) -> tuple[pa.ChunkedArray, dict[int, str]]:
         chunks: list[pa.Array] = []
-        damaged = {}
+        damaged: dict[int, str] = {}
         for group, rows in enumerate(np.diff(self.starts, append=self.rows).tolist()):
+            start = int(self.starts[group])
             try:
-                chunks += self._read(group, [self._text]).column(0).chunks
+                found = self._read(group, [self._text]).column(0).chunks
             except DataError as error:
-                damaged[group] = str(error)
-                chunks.append(pa.array([""] * rows, pa.string()))
+                damaged |= dict.fromkeys(range(start, start + rows), str(error))
+                found = [pa.array([""] * rows, pa.string())]
+            for chunk in found:
+                texts, bad = in_utf8(chunk)
+                damaged |= {start + row: why for row, why in bad.items()}
+                start += len(chunk)
+                chunks.append(texts)
         return pa.chunked_array(chunks, pa.string()), damaged
 
     def read(self, group: int) -> Cells:
@@ -126,10 +137,10 @@ class ParquetClips:
             with pq.ParquetFile(self.path, metadata=self._metadata) as reader:
                 table = reader.read_row_group(group, columns=columns, use_threads=False)
                 return table.cast(_plain(table.schema))
-        except (pa.ArrowException, OSError) as error:
+        except DAMAGED as error:
             raise DataError(
                 f"{self.path}, row group {group}, column {', '.join(columns)}: "
-                f"{str(error).splitlines()[0]}; repair the file, or remove it from the data"
+                f"{first_line(error)}; repair the file, or remove it from the data"
             ) from None
 
     def _bytes(self, group: int) -> int:
@@ -148,12 +159,19 @@ def _plain(schema: pa.Schema) -> pa.Schema:
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is not a file; name a parquet file")
     try:
         return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
+    except DAMAGED as error:
         raise DataError(
-            f"{path} is not a readable parquet file ({str(error).splitlines()[0]})"
+            f"{path} is not a readable parquet file ({first_line(error)}); copy it again"
         ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """Of what Arrow says; it may add lines, or be empty."""
+    return in_one_line(str(error).partition("\n")[0], 300) or type(error).__name__
 
 
 def group_starts(reader: pq.ParquetFile) -> list[int]:

@@ -7,7 +7,6 @@ log are seldom the ones that matter.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,9 @@ from muster.diagnose.known import match
 from muster.diagnose.log_formats import Ending, signal_name
 from muster.diagnose.scan import ErrorText, Scan, Seen, known_of
 from muster.errors import MusterError
+from muster.observe import shapes
 from muster.observe.events import Restart, restarts
+from muster.reading.files import open_file
 
 BLOCK = 1 << 20  # bytes read at a time
 WENT_WELL = ("finished", "stopped")
@@ -116,7 +117,7 @@ def explain(text: str, source: str = "log") -> Report:
 
 def explain_file(path: Path) -> Report:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return explain_stream(file, str(path))
     except OSError as error:
         raise MusterError(f"{path}: cannot be read ({error.strerror})") from None
@@ -224,7 +225,7 @@ def _likely(
 def explain_run(folder: Path, state: str | None = None) -> Report:
     """Of a run directory: from the reports of its supervisor and ranks, and from their logs. `state` is
     what it is now, by default what run.json says."""
-    info = _json(folder / "run.json")
+    info = shapes.info(shapes.document(folder / "run.json"))
     state = state or info.get("state")
     again = tuple(restarts(folder))
     scans = _scan_logs(folder)
@@ -247,7 +248,7 @@ def _scan_logs(folder: Path) -> dict[str, Scan]:
     for path in logs:
         if path.is_file() and path.stat().st_size:
             rank = int(path.stem) if path.stem.isdigit() else None
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 found = scan(file, str(path), rank)
             scans[str(path.relative_to(folder))] = found
             for hit in found.seen.values():
@@ -269,8 +270,9 @@ def _merged(seen: Iterable[Seen]) -> list[Seen]:
 def _from_run(folder: Path, info: dict[str, Any]) -> Failure | None:
     """What the supervisor recorded, else the earliest of the ranks' error reports."""
     noted = info.get("failure") or {}
-    errors = [_json(path) for path in (folder / "ranks").glob("*.error.json")]
-    errors = sorted((e for e in errors if e), key=lambda e: (not e["expected"], e["time"]))
+    errors = sorted(
+        shapes.error_reports(folder / "ranks"), key=lambda e: (not e["expected"], e["time"])
+    )
     error = noted.get("error") or (None if noted else next(iter(errors), None))
     if not (noted or error):
         return None
@@ -298,10 +300,3 @@ def _from_logs(scans: dict[str, Scan]) -> Failure | None:
         if failure := _first(one):
             found.append((failure.follows, file == "launcher.log", replace(failure, file=file)))
     return min(found, key=lambda entry: entry[:2])[2] if found else None
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}

@@ -10,17 +10,17 @@ from signal import Signals
 PREFIXES = tuple(
     re.compile(pattern)
     for pattern in (
-        r"\[rank(\d+)\]:? ?",  # torch
-        r"\[Rank (\d+)\]:? ?",  # muster and many scripts
-        r"\[[a-z_]+(\d+)\]: ?",  # torchrun --tee: role and local rank
-        r"\[(?:\S+@)?\d+,(\d+)\]<std(?:out|err)>: ?",  # mpirun --tag-output
+        r"\[rank(\d{1,9})\]:? ?",  # torch
+        r"\[Rank (\d{1,9})\]:? ?",  # muster and many scripts
+        r"\[[a-z_]+(\d{1,9})\]: ?",  # torchrun --tee: role and local rank
+        r"\[(?:\S+@)?\d+,(\d{1,9})\]<std(?:out|err)>: ?",  # mpirun --tag-output
         r" {0,4}(\d{1,5}): ",  # srun --label
     )
 )
-DEEPSPEED = re.compile(r"sigkill_handler\] \[(.*)\] exits with return code = (-?\d+)")
-LOCAL_RANK = re.compile(r"--local_rank=(\d+)")
-MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
-SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d+)\S*: (.+)")
+DEEPSPEED = re.compile(r"sigkill_handler\] \[(.*)\] exits with return code = (-?\d{1,9})")
+LOCAL_RANK = re.compile(r"--local_rank=(\d{1,9})")
+MPIRUN = re.compile(r"process rank (\d{1,9}) with PID \d+ on node (\S+) exited on signal (\d{1,9})")
+SRUN = re.compile(r"^srun: error: (\S+): tasks? (\d{1,9})\S*: (.+)")
 SRUN_SIGNALS = {
     "Killed": 9,
     "Out Of Memory": 9,
@@ -30,8 +30,8 @@ SRUN_SIGNALS = {
     "Terminated": 15,
     "Illegal instruction": 4,
 }
-POD = re.compile(r"^\s*Exit Code: +(\d+)")
-SPAWNED = re.compile(r"process (\d+) terminated with signal (SIG\w+)")
+POD = re.compile(r"^\s*Exit Code: +(\d{1,9})")
+SPAWNED = re.compile(r"process (\d{1,9}) terminated with signal (SIG\w+)")
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def endings(text: str, line: int) -> Iterator[Ending]:
     elif found := MPIRUN.search(text):
         yield Ending(int(found[1]), -int(found[3]), line, found[2], root=True)
     elif found := SRUN.search(text):
-        code = re.search(r"exit code (\d+)", found[3])
+        code = re.search(r"exit code (\d{1,9})", found[3])
         signal = SRUN_SIGNALS.get(found[3].partition(" (")[0])
         if code or signal:
             yield Ending(int(found[2]), int(code[1]) if code else -(signal or 0), line, found[1])
     elif (found := POD.search(text)) and found[1] != "0":
         yield Ending(None, int(found[1]), line)
-    elif found := SPAWNED.search(text):
+    elif (found := SPAWNED.search(text)) and found[2] in Signals.__members__:
         yield Ending(int(found[1]), -Signals[found[2]].value, line, root=True)

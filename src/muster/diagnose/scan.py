@@ -9,16 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from muster.diagnose.known import Known, match, suspicious
 from muster.diagnose.log_formats import Ending, endings, split_prefix
+from muster.printable import SEQUENCES
 
 MAX_GAP = 256  # lines after which a traceback without new lines has ended
+LONGEST = 16_000  # characters of a line
 KEPT = 200  # exceptions, endings and lines of native code; the first ones matter
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NCCL_LINE = re.compile(r"^(?:\[[\d :-]+\] )?([\w.-]+):(\d+):\d+ \[-?\d+\] (.*)")
-NCCL_RANK = re.compile(r"\brank (\d+) n[rR]anks \d+")
+NCCL_RANK = re.compile(r"\brank (\d{1,9}) n[rR]anks \d+")
 OPENING = "Traceback (most recent call last):"
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?::(?: (.*))?)?$")
 CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -46,7 +48,7 @@ NATIVE = tuple(
     )
 )
 SUMMARY = re.compile(r"^ +(host|rank|exitcode|traceback) *: (.*)")
-SPAWNED_WORDS = re.compile(r"^-- Process (\d+) terminated with the following error")
+SPAWNED_WORDS = re.compile(r"^-- Process (\d{1,9}) terminated with the following error")
 
 
 @dataclass
@@ -122,10 +124,24 @@ class Scan:
     def feed_block(self, block: str) -> None:
         """Complete lines; a block without a hint of a failure is only counted."""
         if self._open or self._summary is not None or suspicious(block):
-            for line in block.split("\n"):
+            for line, alike in groupby(block.split("\n")):
                 self.feed(line)
+                self._feed_again(line, sum(1 for _ in alike) - 1)
         else:
             self.lines += block.count("\n") + 1
+
+    def _feed_again(self, line: str, times: int) -> None:
+        """The same line so many times more. A log may be millions of one: outside of a traceback or a table each
+        after the second only counts."""
+        while times and (self._open or self._summary is not None or times == 1):
+            self.feed(line)
+            times -= 1
+        if times:
+            before = {key: seen.count for key, seen in self.seen.items()}
+            self.feed(line)
+            self.lines += times - 1
+            for key, seen in self.seen.items():
+                seen.count += (seen.count - before.get(key, seen.count)) * (times - 1)
 
     def feed(self, line: str) -> None:
         self.lines += 1
@@ -134,7 +150,7 @@ class Scan:
             self._open = {key: one for key, one in self._open.items() if one.last > recent}
         if not (self._open or self._summary is not None or suspicious(line)):
             return
-        line = COLOURS.sub("", line.rstrip().rpartition("\r")[2])[:4000]
+        line = SEQUENCES.sub("", line.rstrip().rpartition("\r")[2][:LONGEST])[:4000]
         rank, text = split_prefix(line)
         if self._table(rank, text) or self._in_traceback(rank, text):
             return
@@ -194,12 +210,12 @@ class Scan:
         return text.startswith("=====")
 
     def _rank_of_table(self) -> int | None:
-        found = re.match(r"\d+", (self._summary or {}).get("rank", ""))
+        found = re.match(r"\d{1,9}", (self._summary or {}).get("rank", ""))
         return int(found[0]) if found else None
 
     def _close_table(self) -> None:
         table = self._summary or {}
-        if found := re.match(r"-?\d+", table.get("exitcode", "")):
+        if found := re.match(r"-?\d{1,9}", table.get("exitcode", "")):
             ending = Ending(
                 self._rank_of_table(),
                 int(found[0]),

@@ -5,17 +5,38 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from muster.observe import shapes
 from muster.observe.heartbeat import own_code
 from muster.observe.heartbeats import State
 from muster.observe.heartbeats import read as read_heartbeats
+from muster.reading.shape import Kind, all_kept, kept
 
+STALL: Mapping[str, Kind] = {
+    **dict.fromkeys(("why", "phase", "host", "thread", "call"), "text"),
+    **dict.fromkeys(("seconds", "time"), "finite"),
+    **dict.fromkeys(("rank", "step"), "count"),
+    "lost": "flag",
+    "silent": "object",
+    "lines": "list",
+}
+BEAT: Mapping[str, Kind] = {**dict.fromkeys(("phase", "host"), "text"), "step": "count"}
+LINE: Mapping[str, Kind] = {
+    **dict.fromkeys(("file", "function", "code"), "text"),
+    "line": "count",
+}
+ENTRY: Mapping[str, Kind] = {
+    **dict.fromkeys(("profiling_name", "state", "thread_id"), "text"),
+    **dict.fromkeys(("process_group", "input_dtypes", "input_sizes"), "list"),
+    "collective_seq_id": "count",
+}
+ENTRY_NEEDS = ("profiling_name", "process_group", "collective_seq_id")
+RANK = re.compile(r"[0-9]{1,9}")
 FREE_SIZES = ("gather", "scatter", "all_to_all")  # ranks may differ in sizes there
 
 
@@ -86,12 +107,12 @@ class RankState:
         lines = self.report.get("lines")
         if not lines:
             return self.native
-        at = [f"{x['file']}:{x['line']} in {x['function']}: {x['code']}" for x in lines[:3]]
+        at = [f"{x['file']}:{x['line']} in {x['function']}: {x.get('code')}" for x in lines[:3]]
         return ", from ".join(at)
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank}" + (f" on {self.heartbeat['host']}" if self.heartbeat else "")
+        return f"rank {self.rank}" + (f" on {host}" if (host := self.heartbeat.get("host")) else "")
 
     def calls(self, group: str) -> dict[int, Collective]:
         """By number."""
@@ -104,33 +125,45 @@ class RankState:
 def read(folder: Path, rank: int, heartbeats: Mapping[int, State] | None = None) -> RankState:
     """`heartbeats`: of all ranks, if they are known."""
     known = read_heartbeats(folder) if heartbeats is None else heartbeats
-    flight = _json(folder / f"{rank}.flight.json")
-    entries = [(_collective(e), e["is_p2p"]) for e in flight.get("entries", [])]
+    flight = shapes.document(folder / f"{rank}.flight.json")
+    told = all_kept(flight.get("entries"), ENTRY, *ENTRY_NEEDS)
+    entries = [(_collective(e), bool(e.get("is_p2p"))) for e in told]
     messages = [c.name for c, message in entries if message and c.open]
-    report = _json(folder / f"{rank}.stall.json")
+    report = _stall(shapes.document(folder / f"{rank}.stall.json"))
     native, crash = (None, None) if report else _fault(folder / f"{rank}.stacks.txt")
     return RankState(
         rank,
-        heartbeat=report or dict(known.get(rank, {})),
+        heartbeat=report or kept(known.get(rank, {}), BEAT),
         report=report,
         collectives=[c for c, message in entries if not message],
-        groups=flight.get("groups", {}),
+        groups={
+            group: ranks
+            for group, ranks in kept(flight, {"groups": "object"}).get("groups", {}).items()
+            if isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+        },
         message=messages[0] if messages else None,
         native=native,
         crash=crash,
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
+def _stall(found: dict[str, Any]) -> dict[str, Any]:
+    """A rank's report; empty for what is none."""
+    report = kept(found, STALL)
+    if "lines" in report:
+        report["lines"] = [*all_kept(report["lines"], LINE, "file", "line", "function")]
+    if "silent" in report:
+        report["silent"] = {
+            rank: state
+            for rank, state in report["silent"].items()
+            if RANK.fullmatch(rank) and isinstance(state, str)
+        }
+    return {"lost": False, **report} if report else {}
 
 
 def _fault(path: Path) -> tuple[str | None, str | None]:
     """What faulthandler wrote: the innermost line of the main thread, and why, if it was a crash."""
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
     crash = re.search(r"Fatal Python error: (.*)", text)
     main = re.split(r"^(?:Current t|T)hread .*\n", text, flags=re.MULTILINE)[-1]
     frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main)
@@ -141,12 +174,12 @@ def _fault(path: Path) -> tuple[str | None, str | None]:
 
 def _collective(entry: dict[str, Any]) -> Collective:
     backend, _, name = entry["profiling_name"].rpartition(":")
-    kinds = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+    kinds = zip(entry.get("input_dtypes", []), entry.get("input_sizes", []), strict=False)
     return Collective(
-        group=f"{backend}:{entry['process_group'][0]}",
+        group=f"{backend}:{next(iter(entry['process_group']), '')}",
         number=entry["collective_seq_id"],
         name=name,
         sizes=", ".join(f"{kind} {size}" for kind, size in kinds),
         thread=entry.get("thread_id", ""),
-        open=not entry["retired"] and entry["state"] != "completed",
+        open=not entry.get("retired") and entry.get("state") != "completed",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from pathlib import Path
@@ -145,7 +144,7 @@ def _as_begun(recipe: Recipe, run: Run | None, console: Console | None) -> Recip
 
     try:
         saved = open_checkpoint(folder, parts=0)
-        begun = as_begun(recipe, json.loads((saved.path / "recipe.json").read_text()))
+        begun = as_begun(recipe, saved.recipe)
     except (CheckpointError, OSError, ValueError):  # told by whoever loads it
         return recipe
     if begun is not recipe:

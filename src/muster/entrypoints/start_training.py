@@ -152,7 +152,7 @@ def provide(recipe: Recipe, folder: Path) -> None:
         write_shards(corpus.EMBEDDED + EXAMPLE, example)
     missing = [text for text in (_missing_weights(recipe), _missing_data(recipe)) if text]
     if missing:
-        raise DataError("\n".join(missing))
+        raise DataError(*missing)
     _link_results(Path(recipe.logging.dir))
 
 

@@ -5,12 +5,13 @@ They are transformers' own: what counts as the same word is a convention, not so
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from muster.errors import RecipeError
+from muster.reading import json_file
+from muster.reading.text import in_one_line
 
 FILE = "normalizer.json"
 
@@ -42,10 +43,10 @@ def read_spelling(folder: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        spelling = json.loads(file.read_text(encoding="utf-8"))
+        spelling = json_file.read(file)
         return {str(word): str(american) for word, american in spelling.items()}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise RecipeError(
-            f"model.pretrained: {file} is damaged ({error}); expected one JSON object of spellings. "
+            f"model.pretrained: {file} is damaged ({in_one_line(error, 300)}); expected one JSON object of spellings. "
             "Fetch it again, or remove it to compare words as they are spelt"
         ) from None

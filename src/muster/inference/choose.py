@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +74,10 @@ def _why(root: Path) -> str:
     selection = selection_of(root)
     whole = (folder for folder in step_folders(root) if (folder / MANIFEST).is_file())
     last = step_of(next(whole))
-    words = f"the best by validation {score_words({selection['metric']: selection['best']})}"
+    metric, score = selection.get("metric"), selection.get("best")
+    words = "the best"
+    if isinstance(metric, str) and isinstance(score, int | float):
+        words += f" by validation {score_words({metric: score})}"
     return words + (f"; the last is step-{last}" if last != selection["best_step"] else "")
 
 
@@ -156,5 +158,5 @@ def _refuse_two_runs(found: list[Saved]) -> None:
 
 
 def _identity(saved: Saved) -> dict[str, Any]:
-    recipe = json.loads((saved.path / "recipe.json").read_text())
+    recipe = saved.recipe
     return {key: recipe.get(key) for key in ("name", "task", "seed", "model")}

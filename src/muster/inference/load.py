@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from muster.data.speech.waveforms import read_rate
 from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
-from muster.errors import MusterError, RecipeError
+from muster.errors import CheckpointError, MusterError, RecipeError
 from muster.inference import averaging
 from muster.inference.choose import choose
 from muster.models import lora
@@ -21,6 +20,9 @@ from muster.models.huggingface.speech_folder import has_head, is_speech_encoder
 from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.parallel.materialise import materialise, restore_buffers
+from muster.reading.libraries import refused
+from muster.reading.text import in_one_line
+from muster.reading.values import first_problem
 from muster.recipe.aliases import as_named_today
 from muster.recipe.schema import Recipe
 from muster.tasks import build_task
@@ -98,14 +100,24 @@ def trained_task(
     model: dict[str, object] | None = None,
 ) -> Task:
     """The task of a checkpoint, from its own recipe and files; keys given here replace the recipe's."""
-    document = json.loads((saved.path / "recipe.json").read_text())
-    for section, changes in (("evaluation", evaluation), ("data", data), ("model", model)):
-        document[section] |= changes or {}
+    document, told = saved.recipe, f"{saved.path}: its recipe"
+    if problem := first_problem(document):
+        raise CheckpointError(f"{told}: {in_one_line(problem.key)} {problem.words}")
     try:
+        for section, changes in (("evaluation", evaluation), ("data", data), ("model", model)):
+            document[section] = {**document.get(section, {}), **(changes or {})}
         recipe = Recipe.model_validate(as_named_today(document))
-    except ValueError as error:
-        raise MusterError(f"{saved.path}: its recipe does not fit this muster ({error})") from None
-    return build_task(recipe, json.loads((saved.path / "assets.json").read_text()))
+    except (ValueError, TypeError) as error:
+        words = in_one_line(error, 300)
+        raise MusterError(f"{told} does not fit this muster ({words})") from None
+    if recipe.task not in WORKLOADS:  # a user's own: what it raises is theirs to see
+        return build_task(recipe, saved.assets)
+    with refused(
+        f"{saved.path}: what recipe.json and assets.json describe",
+        "load it with the muster that saved it",
+        CheckpointError,
+    ):
+        return build_task(recipe, saved.assets)
 
 
 def _empty_model(task: Task) -> nn.Module:

@@ -5,7 +5,6 @@ When one rank fails, the others fail soon after in a collective. Their errors do
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Any
 from muster.diagnose import hang
 from muster.diagnose.explain import cause_and_cure
 from muster.errors import AGAIN
-from muster.observe import storage
+from muster.observe import shapes, storage
 
 ABORT = "SIGABRT"  # how gloo and NCCL's watchdog end ranks whose peers are gone: rarely the cause
 OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
@@ -85,8 +84,10 @@ def _killed(folder: Path, rank: int, code: int, signal: str, oom_kills: int) -> 
 
 def _error_reports(folder: Path) -> list[dict[str, Any]]:
     """The ranks' error reports: messages meant for the user first, then the earliest."""
-    found = [json.loads(path.read_text()) for path in (folder / "ranks").glob("*.error.json")]
-    return sorted(found, key=lambda error: (not error["expected"], error["time"]))
+    return sorted(
+        shapes.error_reports(folder / "ranks"),
+        key=lambda error: (not error["expected"], error["time"]),
+    )
 
 
 def _from_error(error: dict[str, Any]) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, TypedDict
 
+from muster.observe import shapes
 from muster.observe.scores import MAIN, main_score
 
 
@@ -19,7 +20,7 @@ class Best(TypedDict):
 def evaluations(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """In order of steps. Those after the checkpoint at which a run was resumed are made again, and left out."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for event in events:
+    for event in filter(None, map(shapes.event, events)):
         if event["event"] == "started":
             found = {key: one for key, one in found.items() if key[0] <= event["step"]}
         elif event["event"] == "evaluation":
@@ -38,7 +39,7 @@ def best(events: list[dict[str, Any]]) -> Best | None:
     values = [
         (float(score), event)
         for event in found
-        if (score := event["scores"].get(name)) is not None and math.isfinite(score)
+        if (score := event["scores"].get(str(name))) is not None and math.isfinite(score)
     ]
     if name is None or not values:
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from muster.observe import shapes
 from muster.observe.results import read_last, read_lines
 from muster.writing import open_own
 
@@ -96,7 +97,7 @@ def restarts_in(events: Iterable[Mapping[str, Any]]) -> list[Restart]:
     found: list[Restart] = []
     waiting: list[Restart] = []
     starts = 0
-    for event in events:
+    for event in filter(None, map(shapes.event, events)):
         if restart := _ending(event):
             waiting.append(restart)
         elif event["event"] == "started":
@@ -116,7 +117,7 @@ def _ending(event: Mapping[str, Any]) -> Restart | None:
     when, step = event.get("time", 0.0), event.get("step")
     match event["event"]:
         case "restarting":
-            why = f"rank {event['rank']} was killed by {event['signal']}"
+            why = f"rank {event.get('rank')} was killed by {event['signal']}"
             cause, cure = event.get("cause"), event.get("cure")
             return Restart("restarted", when, why, step, cause=cause, cure=cure)
         case "node_lost" | "device_lost":
@@ -129,7 +130,7 @@ def _ending(event: Mapping[str, Any]) -> Restart | None:
         case "rewind":
             why = f"the loss spiked; {event['words']}"
             return Restart("restarted", when, why, step)
-        case "shrunk" if event["restart"]:
+        case "shrunk" if event.get("restart"):
             return Restart("restarted", when, event["words"])
         case "continuing":
             return Restart("resumed", when, event["why"], step)

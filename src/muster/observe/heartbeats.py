@@ -7,16 +7,24 @@ itself. Of two, the newer counts.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from muster.reading import json_file
+from muster.reading.files import open_file
+from muster.reading.shape import Kind, all_kept
+
 STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
 OWN, OF_NODES = "*.heartbeat.json", "node-*.heartbeats.json"
 State = Mapping[str, Any]
+STATE: Mapping[str, Kind] = {
+    **dict.fromkeys(("host", "phase", "call", "thread"), "text"),
+    **dict.fromkeys(("time", "since"), "finite"),
+    **dict.fromkeys(("rank", "pid", "step"), "count"),
+}
 
 
 def read(folder: Path) -> dict[int, State]:
@@ -67,13 +75,13 @@ class Heartbeats:
         """Opened before its size is asked for, as NFS wants it. None for one that is gone, or is no heartbeat."""
         known = self._files.get(path.name)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 found = os.fstat(file.fileno())
                 stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if known and known[0] == stamp:
                     return known
-                return stamp, list(_states(json.loads(file.read()), path.name))
-        except (OSError, ValueError, RecursionError):
+                return stamp, list(_states(json_file.parse_value(file.read(), path), path.name))
+        except (OSError, ValueError):
             return None
 
 
@@ -84,10 +92,4 @@ def _states(document: Any, name: str) -> Iterator[State]:
         found: Any = [{**document, "rank": int(own)}]
     else:
         found = document.get("ranks") if isinstance(document, dict) else None
-    for state in found if isinstance(found, list) else ():
-        if (
-            isinstance(state, dict)
-            and type(state.get("rank")) is int
-            and isinstance(state.get("time"), int | float)
-        ):
-            yield state
+    yield from all_kept(found, STATE, "rank", "time")

@@ -79,8 +79,8 @@ class RankTable:
         heartbeat = self._heartbeats.latest.get(rank, {})
         last = _line(heartbeat) or read_last(self.folder / f"{rank}.jsonl")
         times = None
-        if last:
-            compute, wait, data = (1e3 * last[name] for name in TIMES)
+        if last and None not in (parts := [last.get(name) for name in TIMES]):
+            compute, wait, data = (1e3 * float(part or 0.0) for part in parts)
             times = (compute, wait, data)
         step = heartbeat.get("step") or last.get("step")
         host = str(heartbeat.get("host", ""))
@@ -108,7 +108,6 @@ def _phase(heartbeat: State, silent_s: float) -> str:
         return ""
     if silent_s > SILENT_S:
         return f"no heartbeat for {silent_s:.0f} s"
-    since = heartbeat["time"] - heartbeat["since"] + silent_s
-    return (
-        f"{heartbeat['phase']} for {since:.0f} s" if since > SILENT_S else str(heartbeat["phase"])
-    )
+    phase, now = str(heartbeat.get("phase", "")), heartbeat["time"]
+    since = now - heartbeat.get("since", now) + silent_s
+    return f"{phase} for {since:.0f} s" if since > SILENT_S else phase

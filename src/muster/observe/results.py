@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -14,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import UnreadableError
+from muster.observe import shapes
 from muster.reading import json_file
+from muster.reading.files import open_file
 from muster.writing import write_json as write_json
 
 MANIFEST = "manifest.json"  # of a checkpoint, written last
@@ -30,24 +31,27 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The same, one at a time: a long run's metrics are larger than what a machine likes to hold."""
-    with suppress(FileNotFoundError), path.open() as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with suppress(FileNotFoundError), open_file(path) as file:
+        number = 0
+        while line := file.readline(shapes.LONGEST_LINE + 1):
+            number += 1
+            whole = line.endswith(b"\n") or len(line) > shapes.LONGEST_LINE
+            if whole and (found := shapes.line(line, path, number)):
+                yield found
 
 
 def read_last(path: Path) -> dict[str, Any]:
     """The last whole line of a .jsonl file, or nothing; only the end of the file is read."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 16 * 1024))
             lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
+    except (OSError, UnreadableError):
         return {}
     for line in reversed(lines):
-        with suppress(ValueError):  # truncated by a full disk
-            if isinstance(found := json.loads(line), dict):
+        with suppress(UnreadableError):  # truncated by a full disk
+            if found := shapes.line(line, path, 0):
                 return found
     return {}
 

@@ -16,6 +16,9 @@ from muster.page.marks import marks, scores
 from muster.page.ranks import Compared, rows
 from muster.page.read import RunFiles
 from muster.page.summary import summary
+from muster.reading.libraries import refused
+
+REMEDY = "muster did not write it so; `muster explain` reads its logs alone"
 
 
 def read_document(run: Path) -> Document:
@@ -26,6 +29,12 @@ def read_document(run: Path) -> Document:
 
 
 def document(files: RunFiles) -> Document:
+    """UnreadableError of a run whose files, each of its kind, do not fit each other."""
+    with refused(f"the run in {files.run.path}", REMEDY):
+        return _document(files)
+
+
+def _document(files: RunFiles) -> Document:
     compared = Compared(files)
     lines = rows(files, compared)
     return {

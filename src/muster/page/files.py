@@ -6,13 +6,16 @@ its server when a file is opened.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from muster.errors import UnreadableError
+from muster.reading.files import open_file
+from muster.reading.json_file import parse_value
 
 BLOCK = 512  # bytes of a sample: a line or two
 TAIL = 16 * 1024  # and of the end, which is read whole
@@ -29,9 +32,9 @@ class Growing:
     def unread(self) -> int:
         """Bytes; all of them after the file was replaced."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 found = os.fstat(file.fileno())
-        except OSError:
+        except (OSError, UnreadableError):
             return 0
         return found.st_size if self._replaced(found) else found.st_size - self.offset
 
@@ -40,8 +43,8 @@ class Growing:
         and none once all are read. With `samples`, only of so many places evenly spread over what is new,
         and of its end."""
         try:
-            file = self.path.open("rb")
-        except OSError:
+            file = open_file(self.path)
+        except (OSError, UnreadableError):
             return False, b""
         with file:
             found = os.fstat(file.fileno())
@@ -87,7 +90,7 @@ def _whole_lines(text: bytes) -> bytes:
 
 def from_json(text: str | bytes) -> Any:
     """With null for the numbers that Python writes as NaN and Infinity, and that JSON does not have."""
-    return json.loads(text, parse_constant=lambda name: None)
+    return parse_value(text, "the file", numbers="null")
 
 
 def documents(text: bytes) -> Iterator[dict[str, Any]]:
@@ -112,7 +115,7 @@ class JsonFile:
     def refresh(self) -> bool:
         """Whether it changed."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 found = os.fstat(file.fileno())
                 seen = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if seen == self._seen:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from muster import run_directory
-from muster.errors import MusterError
-from muster.page.build import document
+from muster.errors import MusterError, UnreadableError
+from muster.page.build import REMEDY, document
 from muster.page.compare import compare
 from muster.page.document import Summary
 from muster.page.read import RunFacts, RunFiles, Vanished
 from muster.page.summary import summary
+from muster.reading.libraries import refused
 
 FRESH_S = 0.9  # as often as ranks write; several viewers share one reading
 ENDED_FRESH_S = 10.0  # of a run that has ended, in the list
@@ -139,10 +140,11 @@ class LiveRuns:
         if line is None or now - read_at >= (FRESH_S if facts.alive else ENDED_FRESH_S):
             try:
                 facts.refresh()
-            except (Vanished, OSError):  # its storage may be away: the others stay
+                with refused(f"the run in {path}", REMEDY):
+                    line = summary(facts) | {"name": name}  # type: ignore[assignment]
+            except (Vanished, UnreadableError, OSError):  # its storage may be away: the others stay
                 self._lines.pop(path, None)
                 return None
-            line = summary(facts) | {"name": name}  # type: ignore[assignment]
             assert line is not None
             self._lines[path] = (now, facts, line)
         return line

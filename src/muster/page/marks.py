@@ -58,7 +58,7 @@ def _mark(event: dict[str, Any], events: Sequence[dict[str, Any]]) -> Mark | Non
         case "restarting":
             after = [e for e in events if e["event"] == "started" and e["time"] > event["time"]]
             step = after[0]["step"] if after else None
-            words = f"rank {event['rank']} was killed ({event['signal']}); all ranks restarted"
+            words = f"rank {event.get('rank')} was killed ({event['signal']}); all ranks restarted"
             return _as_mark("restart", event, step, words)
         case "node_lost" | "device_lost":
             what = "a GPU of " if event["event"] == "device_lost" else ""
@@ -90,7 +90,14 @@ def _end(files: RunFiles) -> list[Mark]:
     info, step = files.info, files.last.get("step")
     failure = info.get("failure") or {}
     if files.state == "failed" and failure:
-        return [{"kind": "failure", "step": step, "time": failure["time"], "text": failure["what"]}]
+        return [
+            {
+                "kind": "failure",
+                "step": step,
+                "time": failure.get("time", info.get("ended", 0.0)),
+                "text": failure.get("what", ""),
+            }
+        ]
     if files.state == "stopped" and info.get("ended"):
         words = f"stopped at step {step}"
         return [{"kind": "stop", "step": step, "time": info["ended"], "text": words}]

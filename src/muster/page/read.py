@@ -11,10 +11,11 @@ import numpy as np
 import yaml
 
 from muster.errors import MusterError
+from muster.observe import shapes
 from muster.observe.choices import PLAN_FILE
 from muster.observe.heartbeats import Heartbeats, State
 from muster.observe.results import read_last
-from muster.page.files import Growing, JsonFile, documents
+from muster.page.files import Growing, JsonFile, documents, from_json
 from muster.page.table import Floats, Table, parse
 from muster.page.times import RankTimes
 from muster.run_directory import ALIVE, Run
@@ -37,7 +38,7 @@ class RunFacts:
         self.state = "unknown"
         self.read_at = 0.0
         self._events = Growing(path / "events.jsonl")
-        self._info = JsonFile(path / "run.json")
+        self._info = JsonFile(path / "run.json", _info)
         self._recipe = JsonFile(path / "recipe.yaml", _from_yaml)
         self._plan = JsonFile(path / PLAN_FILE)
         self._results = JsonFile(path / "training_results.json")
@@ -81,7 +82,7 @@ class RunFacts:
         self.state = self.run.state()
         for fresh, text in self._events.chunks():
             self.events = [] if fresh else self.events
-            self.events += [e for e in documents(text) if "event" in e and "time" in e]
+            self.events += filter(None, map(shapes.event, documents(text)))
         self.last = read_last(path / "metrics.jsonl")
 
 
@@ -142,6 +143,10 @@ class RunFiles(RunFacts):
         starts = [event["time"] for event in self.events if event["event"] == "started"]
         begin = starts[0] if starts else float(self.info.get("created", 0.0))
         return begin + np.cumsum(taken)
+
+
+def _info(text: bytes) -> Any:
+    return shapes.info(from_json(text))
 
 
 def _from_yaml(text: bytes) -> Any:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from muster.errors import RecipeError
+from muster.errors import RecipeError, UnreadableError
+from muster.reading import json_file
+from muster.reading.text import in_one_line
+from muster.reading.values import first_problem
 from muster.recipe.distributed import DeepSpeed
 from muster.recipe.schema import Recipe
 
@@ -35,13 +37,15 @@ def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[s
 
 def read(path: Path) -> dict[str, Any]:
     try:
-        given = json.loads(path.read_text())
+        given = json_file.read(path, numbers="finite")
     except OSError as error:
         raise RecipeError(f"distributed.deepspeed.config: {path}: {error.strerror}") from None
-    except ValueError as error:
-        raise RecipeError(f"distributed.deepspeed.config: {path} is not JSON ({error})") from None
-    if not isinstance(given, dict):
-        raise RecipeError(f"distributed.deepspeed.config: {path} holds no JSON object")
+    except UnreadableError as error:
+        raise RecipeError(f"distributed.deepspeed.config: {error}") from None
+    if problem := first_problem(given):
+        raise RecipeError(
+            f"distributed.deepspeed.config: {path}: {in_one_line(problem.key)} {problem.words}"
+        )
     return given
 
 
@@ -145,7 +149,7 @@ def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str
     }
     settings = dict(_flat(given))
     wrong = [
-        f"{key} is {settings[key]!r} there and {value!r} in the recipe ({name})"
+        f"{key} is {in_one_line(repr(settings[key]))} there and {value!r} in the recipe ({name})"
         for key, (value, name) in expected.items()
         if key in settings and settings[key] not in ("auto", value)
     ]
@@ -153,7 +157,7 @@ def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str
     known = ("adamw", "adam") if training.optimizer == "adamw" else (training.optimizer,)
     if str(kind).lower() not in known:
         wrong.append(
-            f"optimizer.type is {kind!r} there and {training.optimizer} in the recipe (training.optimizer)"
+            f"optimizer.type is {in_one_line(repr(kind))} there and {training.optimizer} in the recipe (training.optimizer)"
         )
     if any(key.startswith("scheduler.") for key in settings):
         wrong.append("it has a scheduler, and the schedule is the recipe's (training.schedule)")
@@ -186,7 +190,8 @@ def _overlay(settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     both = dict(settings)
     for key, value in given.items():
         if isinstance(value, dict):
-            both[key] = _overlay(both.get(key, {}), value)
+            own = both.get(key, {})
+            both[key] = _overlay(own if isinstance(own, dict) else {}, value)
         elif value != "auto":
             both[key] = value
     return both

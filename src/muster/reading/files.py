@@ -7,29 +7,37 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from muster.errors import UnreadableError
 from muster.reading.text import printable
 
+SMALL = 2**16  # bytes: files of the kernel say that they have none
 Refuse = Callable[[str], NoReturn]  # with what is wrong; raises
 
 
 def read_bytes(path: Path, most: int) -> bytes:
     """All of a regular file of at most `most` bytes; a pipe or a device would never end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb") as file:
-        mode = os.fstat(handle).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise UnreadableError(f"{printable(str(path))}: is not a file but a pipe or a device")
-        text = file.read(most + 1)
+    with open_file(path) as file:
+        size = max(os.fstat(file.fileno()).st_size, SMALL)
+        text = file.read(min(most, size) + 1)  # room is made for as much as is asked for
     if len(text) > most:
         raise UnreadableError(
             f"{printable(str(path))}: is larger than {_size(most)}, the most that muster reads of such a file"
         )
     return text
+
+
+def open_file(path: Path) -> BinaryIO:
+    """To be read bit by bit. Not of a pipe, whose opening waits, nor of a device, which may have no end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise UnreadableError(f"{printable(str(path))}: is not a file but a pipe or a device")
 
 
 def is_file(path: Path) -> bool:

@@ -155,7 +155,7 @@ def _compose(path: Path) -> DictConfig:
         return copy.deepcopy(_composed_once(path))
     own = _parse(path)
     if "hydra" in own:
-        raise RecipeError("hydra: no such key; muster only uses Hydra to compose files")
+        raise RecipeError(f"{path}: hydra: no such key; muster only uses Hydra to compose files")
     if "defaults" in own or references.any_in(own):  # such as Hydra's ${now:%Y}
         for file in defaults.files_of(path, _parse, SHIPPED):  # Hydra reads them without any bounds
             references.check(_parse(file))
@@ -307,7 +307,7 @@ def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
     more = f" (and {_some(rest)})" if rest else ""
     lines = [in_one_line(f"{label}: {message}", SENTENCE) + more]
     lines += [in_one_line(f"{key}: {words}", SENTENCE) for key, words in told]
-    raise RecipeError("\n".join(lines))
+    raise RecipeError(*lines)
 
 
 def _of_another_trainer(words: str) -> bool:

@@ -73,7 +73,7 @@ def check(document: Mapping[Any, Any]) -> None:
 
     def size_of(key: str) -> int:
         if key in waiting:
-            raise RecipeError(f"{in_one_line(key)}: its references lead back to itself")
+            raise RecipeError(f"{in_one_line(key) or 'recipe'}: its references lead back to itself")
         if len(waiting) + lengths.get(key, 1) > CHAIN:
             raise RecipeError(
                 f"{in_one_line(key)}: more than {CHAIN} references refer to each other"

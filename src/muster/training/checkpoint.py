@@ -30,6 +30,7 @@ from muster.observe.heartbeat import beat
 from muster.observe.results import MANIFEST, best_of, step_folders, step_of
 from muster.parallel.engine import Engine
 from muster.parallel.mesh import Mesh
+from muster.reading.text import in_one_line
 from muster.torch_internals import tree_leaves
 from muster.training.checkpoint_reader import METADATA, CheckpointReader
 from muster.training.manifest import (
@@ -54,7 +55,14 @@ POLL_S = 1.0  # how often a waiting rank checks the progress of a save
 
 def load_model(saved: Saved, model: torch.nn.Module) -> None:
     """Only the weights, in one process, whatever layout wrote them."""
-    _load({"model": model.state_dict()}, saved, no_dist=True)
+    try:
+        _load({"model": model.state_dict()}, saved, no_dist=True)
+    except CheckpointException as error:  # which is no Exception, and several lines long
+        cause = next((cause for cause, _ in error.failures.values()), error)
+        raise CheckpointError(
+            f"{saved.path} cannot be loaded ({in_one_line(repr(cause), 300)}); it is damaged, or of another model "
+            "than its recipe.json describes"
+        ) from None
 
 
 def _load(state: dict[str, Any], saved: Saved, **options: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +17,7 @@ from muster.training.manifest import Saved
 
 def refuse_other_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
     """Keys that change the result must be the same; the layout may change."""
-    document = json.loads((saved.path / "recipe.json").read_text())
+    document = saved.recipe
     with suppress(ValueError):  # newer keys get their defaults; else unchanged
         document = as_recorded(Recipe.model_validate(as_named_today(document))).as_dict()
     for key in (key.name for key in keys().values() if key.resume == "fixed"):
@@ -51,8 +50,8 @@ def _refuse_other_code(saved: Saved, task: str) -> None:
     own = parse(task)
     if own is None:
         return
-    trained = json.loads((saved.path / "assets.json").read_text()).get("code")
-    if trained and trained["sha256"] != own.digest():
+    trained = saved.assets.get("code")
+    if isinstance(trained, dict) and trained.get("sha256") != own.digest():
         raise CheckpointError(
             f"{own.file() or own.place} has changed since {saved.path} was trained with it; put the file back "
             "as it was (a checkpoint's assets.json has the text of a file), or start a new run: "
@@ -62,7 +61,12 @@ def _refuse_other_code(saved: Saved, task: str) -> None:
 
 def refuse_other_data(saved: Saved, data: dict[str, Any]) -> None:
     """The position in the data is a step number, so the data must be the same."""
-    saved_data = json.loads((saved.path / "assets.json").read_text()).get("data", data)
+    saved_data = saved.assets.get("data", data)
+    if not isinstance(saved_data, dict) or not {"samples", "lengths"} <= set(saved_data):
+        raise CheckpointError(
+            f"{saved.path}: assets.json does not say of how much data it was trained on; start a new run from its "
+            "weights: muster export"
+        )
     if saved_data.get("shuffle", data["shuffle"]) != data["shuffle"]:
         raise CheckpointError(
             f"{saved.path} was trained with data.shuffle={saved_data['shuffle']}, and this run has "

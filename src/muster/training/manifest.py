@@ -31,6 +31,21 @@ class Saved:
     def step(self) -> int:
         return int(self.manifest["trainer"]["step"])
 
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """As it was saved: it may be of an older version, and the checkpoint anybody's."""
+        return self._document("recipe.json")
+
+    @property
+    def assets(self) -> dict[str, Any]:
+        return self._document("assets.json")
+
+    def _document(self, name: str) -> dict[str, Any]:
+        try:
+            return json_file.read(self.path / name, most=json_file.MOST_TOKENIZER)
+        except (OSError, UnreadableError) as error:
+            raise CheckpointError(f"{self.path}: {name} cannot be read ({error})") from None
+
 
 def digest(path: Path) -> str:
     with path.open("rb") as file:

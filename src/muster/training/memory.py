@@ -9,7 +9,6 @@ first step (`muster.training.warm_up`), so that this happens early.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import math
 import time
@@ -22,12 +21,13 @@ from typing import Any
 
 import torch
 
-from muster.errors import MemoryLimitError, MusterError, StartAgain
+from muster.errors import MemoryLimitError, MusterError, StartAgain, UnreadableError
 from muster.observe.events import write_event
 from muster.observe.memory import budget, largest, out_of_memory, wanted
 from muster.parallel.engine import TorchEngine
 from muster.parallel.mesh import Mesh
 from muster.parallel.optimizers.facts import ZERO_OPTIMIZERS
+from muster.reading import json_file
 from muster.recipe.batch import BatchSizes
 from muster.training.job import Job
 from muster.writing import write_json
@@ -105,8 +105,15 @@ def shrunk_sizes(sizes: BatchSizes, mesh: Mesh, folder: Path, microbatches: int 
 
 
 def _read_note(folder: Path) -> dict[str, Any] | None:
-    path = folder / NOTE
-    return json.loads(path.read_text()) if path.is_file() else None
+    """None too for one that no rank wrote: the run then begins with the micro-batch of its plan."""
+    try:
+        note = json_file.read(folder / NOTE)
+    except (OSError, UnreadableError):
+        return None
+    counts = [note.get(key) for key in ("per_device", "data_ranks", "accumulation")]
+    if not all(type(count) is int and 0 < count < 2**31 for count in counts):
+        return None
+    return note if isinstance(note.get("words"), str) else None
 
 
 def _samples(job: Job) -> int:

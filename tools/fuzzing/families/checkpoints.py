@@ -21,7 +21,7 @@ from fuzzing.reader import Case, reader
 from muster.inference.load import load_trained
 from muster.recipe.load import load
 from muster.tasks import build_task
-from muster.training.manifest import FORMAT
+from muster.training.manifest import FORMAT, sealed
 
 
 class _Evil:
@@ -55,6 +55,19 @@ def manifest(content: dict[str, bytes]) -> dict[str, Any]:
     return {"format": FORMAT, "trainer": trainer, "world": 1, "time": 1.0, "files": entries}
 
 
+def _unmarked(described: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in described.items() if key != "format"}
+
+
+def _plain(document: Any) -> bool:
+    """Whether Python can write it."""
+    try:
+        json.dumps(document, sort_keys=True)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 @reader("checkpoint", 1800)
 def checkpoint(rng: Random, folder: Path) -> Case:
     """Damaged files; files that were changed with a manifest to match; forged pickles; odd manifests."""
@@ -80,6 +93,7 @@ def checkpoint(rng: Random, folder: Path) -> Case:
     elif kind == 3:
         content[shards[0]] = mutate.raw_bytes(rng, content[shards[0]])
     described = manifest(content)
+    seal = rng.random() < 0.5
     if kind == 4:
         odd = [
             "../../../outside/secret.json",
@@ -94,7 +108,12 @@ def checkpoint(rng: Random, folder: Path) -> Case:
         described["files"][rng.choice(odd)] = rng.choice(
             [{"bytes": 1, "sha256": "x"}, {}, None, {"bytes": -1}]
         )
-    saved = mutate.json_file(rng, described) if kind == 5 else mutate.to_json(described)
+    if kind == 5 and rng.random() < 0.4:  # sealed after it was changed: its own checksum is right
+        described = mutate.document(rng, described)
+        seal = isinstance(described, dict) and _plain(described)
+    described = sealed(_unmarked(described)) if seal else described
+    changed = kind == 5 and rng.random() < 0.6
+    saved = mutate.json_file(rng, described) if changed else mutate.to_json(described)
     if rng.random() < 0.1:
         name = rng.choice(list(content))
         content[name] = mutate.raw_bytes(rng, content[name])  # damaged later

@@ -18,7 +18,7 @@ from muster.recipe.load import SHIPPED, from_resolved, load
 from muster.recipe.schema import Recipe
 
 NAMES = ["gpt-micro", "speech", "mnist", "whisper-micro", "chat", "speech-7m"]
-KEYS = (*Recipe.model_fields, "override")
+KEYS = (*Recipe.model_fields, "override", "recipe", "no such key")
 PLACES = {
     "slurm": {
         "partition": "gpu",
@@ -121,7 +121,8 @@ def recipe_file(rng: Random, folder: Path) -> Case:
 
 @cache
 def resolved(name: str) -> Any:
-    return yaml.safe_load(to_yaml(load(name)))
+    """`speech-7m` names no data."""
+    return yaml.safe_load(to_yaml(load(name, ["data.train=train"] * (name == "speech-7m"))))
 
 
 @reader("recorded", 600)

@@ -48,6 +48,9 @@ INFO: Any = {
         "exit_code": -9,
         "signal": "SIGKILL",
         "what": "it was killed",
+        "time": NOW,
+        "error": None,
+        "hang": None,
         "cause": "x",
         "cure": "y",
     },
@@ -144,7 +147,7 @@ STALL: Any = {
     **{
         "thread": "1",
         "call": "all_reduce",
-        "silent": {"1": {"seconds": 9.0, "state": "running", "host": "a"}},
+        "silent": {"1": "sleeping"},
     },
     "lines": [{"file": "x.py", "line": 3, "function": "f", "code": "g()"}],
 }

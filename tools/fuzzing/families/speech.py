@@ -212,7 +212,7 @@ def _names(path: Path) -> tuple[str, ...]:
 def metadata(rng: Random, folder: Path) -> Case:
     """A folder of clips with metadata.csv or metadata.jsonl."""
     inside = folder / mutate.name(rng, "clips")
-    inside.mkdir(exist_ok=True)
+    inside.mkdir(exist_ok=True, parents=True)
     rows = []
     for i in range(4):
         (inside / f"{i}.wav").write_bytes(encoded() if rng.random() < 0.9 else hostile_clip(rng))

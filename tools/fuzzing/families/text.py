@@ -140,7 +140,7 @@ def template(rng: Random, folder: Path) -> Case:
             else None
         )
 
-    return Case(read, (str(folder), path.name), wrong)
+    return Case(read, (str(folder), path.name, "the chat template"), wrong)
 
 
 @reader("inspect", 300)

@@ -23,12 +23,15 @@ from muster.data import parquet
 from muster.data.account import FileAccount
 from muster.data.cache import load_index, save_index, stamp
 from muster.data.problems import Problems
+from muster.data.utf8 import in_utf8
 from muster.errors import DataError, MusterError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 log = logging.getLogger(__name__)
+
+LONGEST_NAME, LARGEST_SIDE = 4096, 2**24
 
 IMAGE_NAMES = ("image", "img")
 LABEL_NAMES = ("label", "labels", "fine_label")
@@ -151,10 +154,10 @@ class ParquetImages:
         result is cached in an index while the file does not change."""
         path, (image, label) = self.paths[file], self._columns[file]
         groups = range(self._readers[file].num_row_groups)
-        labels = [x for group in groups for x in self._read(file, group, label).to_pylist()]
+        labels, bad = self._labels(file, label)
         of = stamp(path, f"{image} with digests and sides")
         checks = load_index(path, of["column"])
-        if checks is None:
+        if not _is_index(checks, len(labels)):
             log.info("checking %d images of %s", len(labels), path.name)
             checks, cacheable = [], True
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -170,7 +173,7 @@ class ParquetImages:
                 i,
                 name,
                 int(channels or 0),
-                "the label is empty" if name is None else problem,
+                bad.get(i) or ("the label is empty" if name is None else problem),
                 digest,
                 side,
             )
@@ -178,6 +181,18 @@ class ParquetImages:
                 zip(labels, checks, strict=True)
             )
         ]
+
+    def _labels(self, file: int, column: str) -> tuple[list[Any], dict[int, str]]:
+        """Of every row; and why some cannot be read."""
+        labels: list[Any] = []
+        bad: dict[int, str] = {}
+        for group in range(self._readers[file].num_row_groups):
+            for chunk in self._read(file, group, column).chunks:
+                if parquet.holds_text(chunk.type):
+                    chunk, found = in_utf8(chunk)
+                    bad |= {len(labels) + row: why for row, why in found.items()}
+                labels += chunk.to_pylist()
+        return labels, bad
 
     def _check_bad_rows(self, rows: list[ImageRow], max_bad_fraction: float) -> None:
         if not rows:
@@ -220,9 +235,10 @@ class ParquetImages:
     def _read(self, file: int, group: int, column: str) -> pa.ChunkedArray:
         try:
             return self._readers[file].read_row_group(group, columns=[column]).column(0)
-        except (pa.ArrowException, OSError) as error:
+        except parquet.DAMAGED as error:
             raise DataError(
-                f"{self.paths[file]}, row group {group}, column {column}: {str(error).splitlines()[0]}"
+                f"{self.paths[file]}, row group {group}, column {column}: {parquet.first_line(error)}; "
+                "repair the file, or remove it from the data"
             ) from None
 
 
@@ -257,7 +273,29 @@ def _encoded(cell: Any, folder: Path) -> bytes | Path:
         cell = cell.get("bytes") or cell.get("path")
     if not cell:
         raise DataError("the image is empty")
-    return cell if isinstance(cell, bytes) else folder / cell
+    if isinstance(cell, bytes):
+        return cell
+    if not isinstance(cell, str) or "\0" in cell or len(cell) > LONGEST_NAME:
+        raise DataError("the image has a path that is no name of a file")
+    return folder / cell
+
+
+def _is_index(saved: Any, rows: int) -> bool:
+    """Whether it is what `_check_image` gave of so many rows; an index lies where anybody may write."""
+    return (
+        isinstance(saved, list)
+        and len(saved) == rows
+        and all(
+            isinstance(row, list)
+            and len(row) == 4
+            and (row[0] in (1, 3, 4) or (row[0] is None and isinstance(row[1], str)))
+            and isinstance(row[1], str | None)
+            and isinstance(row[2], str)
+            and type(row[3]) is int
+            and 0 <= row[3] <= LARGEST_SIDE
+            for row in saved
+        )
+    )
 
 
 def _check_image(cell: Any, folder: Path) -> tuple[int | None, str | None, str, int]:

@@ -203,7 +203,7 @@ class ImageSource:
         self.lengths = np.ones(len(self.labels))
         self.broken: dict[int, str] = {}
         self._cache: dict[int, Pixels] = {}
-        self._cache_size = cache_bytes // (channels * size * size)  # in images
+        self._cache_size = cache_bytes // max(1, channels * size * size)  # in images
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -10,11 +10,14 @@ from typing import Any
 
 from muster.data.speech.vocabulary import Vocabulary
 from muster.errors import MusterError, RecipeError
+from muster.reading import json_file
+from muster.reading.text import in_one_line
 
 VOCABULARY, SETTINGS = "vocab.json", "tokenizer_config.json"
 FILES = (VOCABULARY, SETTINGS, "special_tokens_map.json", "added_tokens.json")
 TOKENIZERS = ("Wav2Vec2CTCTokenizer", "Wav2Vec2Tokenizer", None)
 SPECIAL = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+LARGEST_ID = 2**20
 DELIMITERS = ("|", "▁", "_", "\N{SYMBOL FOR SPACE}")
 
 
@@ -64,13 +67,18 @@ class FolderVocabulary(Vocabulary):
     def read(cls, folder: Path, key: str, size: int | None = None) -> FolderVocabulary:
         """`size`: the head's outputs; by default as many as there are tokens."""
         tokens = _object(folder / VOCABULARY, key)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in tokens.values()):
+        added = folder / "added_tokens.json"
+        tokens |= _object(added, key) if added.is_file() else {}
+        if not all(type(i) is int for i in tokens.values()):
             raise RecipeError(
                 f"{key}: {folder / VOCABULARY} is not one table of tokens and ids (a multilingual "
                 "model has one for each language, which muster does not read); name a folder with one"
             )
-        added = folder / "added_tokens.json"
-        tokens |= _object(added, key) if added.is_file() else {}
+        if min(tokens.values()) < 0 or max(tokens.values()) > LARGEST_ID:
+            raise RecipeError(
+                f"{key}: {folder / VOCABULARY} has the ids {min(tokens.values())} to {max(tokens.values())}, "
+                f"expected 0 to {LARGEST_ID} at most; copy it again"
+            )
         settings = _settings(folder, key, tokens)
         most = max(tokens.values())
         if size is not None and most >= size:
@@ -98,7 +106,7 @@ def _settings(folder: Path, key: str, tokens: Mapping[str, int]) -> TokenizerSet
     found = _object(path, key) if path.is_file() else {}
     if (kind := found.get("tokenizer_class")) not in TOKENIZERS:
         raise RecipeError(
-            f"{key}: {path} has tokenizer_class {kind}; muster reads {TOKENIZERS[0]}, of characters. "
+            f"{key}: {path} has tokenizer_class {in_one_line(kind)}; muster reads {TOKENIZERS[0]}, of characters. "
             "Train a fresh head with data.tokenizer.kind=characters"
         )
     named = folder / "special_tokens_map.json"
@@ -107,7 +115,7 @@ def _settings(folder: Path, key: str, tokens: Mapping[str, int]) -> TokenizerSet
     pad = special["pad_token"]
     if pad is None or pad not in tokens:
         raise RecipeError(
-            f"{key}: {folder / VOCABULARY} has no {pad}, the padding token of {path.name}, which is the "
+            f"{key}: {folder / VOCABULARY} has no {in_one_line(pad)}, the padding token of {path.name}, which is the "
             "blank of CTC; correct it there"
         )
     return TokenizerSettings(
@@ -127,11 +135,13 @@ def _token(value: Any, default: str) -> str | None:
 
 def _object(path: Path, key: str) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict) or not found:
-            raise ValueError("it is no table")
+        found = json_file.read(path)
+        if not found:
+            raise ValueError("it is empty")
     except (OSError, ValueError) as error:
-        raise RecipeError(f"{key}: {path} cannot be read ({error}); copy it again") from None
+        raise RecipeError(
+            f"{key}: {path} cannot be read ({in_one_line(error, 300)}); copy it again"
+        ) from None
     return found
 
 

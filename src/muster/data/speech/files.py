@@ -173,9 +173,7 @@ class AudioFiles:
                 pa.array((tidy(text or "") for text in chunk.to_pylist()), pa.large_string())
                 for chunk in texts.chunks
             ]
-            edges = [*table.starts.tolist(), table.rows]
-            for group, why in damaged.items():
-                index.problems |= dict.fromkeys(range(edges[group], edges[group + 1]), why)
+            index.problems |= damaged
         return Rows(
             np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
             np.concatenate([np.arange(size) for size in sizes]),

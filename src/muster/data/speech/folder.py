@@ -6,7 +6,7 @@ One row per clip: `file_name`, relative to the metadata file, and the text.
 from __future__ import annotations
 
 import csv
-import json
+import io
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,12 @@ import pyarrow as pa
 from muster.data.corpus import MEDIA, METADATA
 from muster.data.parquet import TEXT_NAMES, Cells
 from muster.data.splits import claim
-from muster.errors import DataError
+from muster.errors import DataError, UnreadableError
+from muster.reading import json_file
+from muster.reading.files import open_file
+from muster.reading.text import in_one_line
+
+LONGEST_NAME = 4096
 
 Rows = list[tuple[int, dict[str, Any]]]  # with the line each ends on
 FILE_NAMES = ("file_name", "file", "path", "audio")
@@ -77,7 +82,8 @@ def read_rows(
 ) -> tuple[str, str, list[dict[str, Any]]]:
     """The names of the columns with files and texts, and the rows."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a mark first
+        # Spreadsheets write a mark first.
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
             rows = _csv(file, path) if path.suffix == ".csv" else _jsonl(file, path)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
@@ -91,9 +97,10 @@ def read_rows(
     for number, row in rows:
         for key in (name, text):
             if not isinstance(row.get(key), str):
-                raise DataError(
-                    f"{path}, line {number}: {key} is {row.get(key)!r}, expected a string"
-                )
+                has = in_one_line(repr(row.get(key)))
+                raise DataError(f"{path}, line {number}: {key} is {has}, expected a string")
+            if problem := _of_name(row[name]) if key == name else None:
+                raise DataError(f"{path}, line {number}: {key} {problem}")
     _refuse_several_splits(path, {row[name] for _, row in rows})
     return name, text, [row for _, row in rows]
 
@@ -112,9 +119,9 @@ def _jsonl(file: IO[str], path: Path) -> Rows:
         if not line.strip():
             continue
         try:
-            rows.append((number, dict(json.loads(line))))
-        except (ValueError, TypeError):
-            raise DataError(f"{path}, line {number}: not a JSON object") from None
+            rows.append((number, json_file.parse(line, "it")))
+        except UnreadableError as error:
+            raise DataError(f"{path}, line {number}: not a JSON object ({error})") from None
     return rows
 
 
@@ -124,13 +131,20 @@ def _column(
     for key in (asked,) if asked else known:
         if key in row:
             return key
-    key = f"data.{what}_column"
+    key, has = f"data.{what}_column", in_one_line(", ".join(map(str, row)), 300)
     if asked:
-        raise DataError(f"{key}: {path} has no column {asked!r}; it has {', '.join(row)}")
+        raise DataError(f"{key}: {path} has no column {asked!r}; it has {has}")
     raise DataError(
-        f"{path} has none of the columns {', '.join(known)}; it has {', '.join(row)}; "
+        f"{path} has none of the columns {', '.join(known)}; it has {has}; "
         f"rename one, or name it with {key}=…"
     )
+
+
+def _of_name(name: str) -> str | None:
+    """Why no file can have it; another row may still be right, but its table is not what it should be."""
+    if not name or "\0" in name:
+        return f"is {in_one_line(repr(name))}, which is no name of a file"
+    return f"is a name of {len(name)} characters" if len(name) > LONGEST_NAME else None
 
 
 def _refuse_several_splits(path: Path, names: set[str]) -> None:

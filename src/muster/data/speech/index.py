@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 POLL_S, LONGEST_POLL_S = 0.05, 2.0  # doubled each time
 MAX_BYTES = 512 << 20  # of row groups that threads hold at once
 FILES_AT_A_TIME = 4096
+LONGEST_S = 1e6  # of a clip
 LOCK_TIMEOUT_S = 1800.0  # then it is built twice, which is only slower
 
 File = tuple[str, int, int, str]
@@ -65,17 +66,29 @@ class Index:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Index:
-        return cls(
-            np.array(saved["seconds"], np.float64),
-            {int(row): why for row, why in saved["problems"].items()},
+        """ValueError, TypeError or such where it is no index: it lies where others may write."""
+        seconds = np.array(saved["seconds"], np.float64)
+        found = cls(
+            seconds,
+            {int(row): str(why) for row, why in saved["problems"].items()},
             set(saved["unsettled"]),
-            Counter(saved["kinds"]),
-            saved["decoded"],
+            Counter({str(kind): int(count) for kind, count in saved["kinds"].items()}),
+            bool(saved["decoded"]),
             {
                 int(row): (str(name), int(size), int(time_ns), str(kind))
                 for row, (name, size, time_ns, kind) in saved["files"].items()
             },
         )
+        if seconds.ndim != 1 or not ((seconds >= 0) & (seconds < LONGEST_S)).all():
+            raise ValueError("durations that no clip has")
+        named = [*found.problems, *found.unsettled, *found.files]
+        if any(type(row) is not int or not 0 <= row < len(seconds) for row in named):
+            raise ValueError("rows that are not there")
+        if set(np.flatnonzero(seconds == 0).tolist()) != set(found.problems):
+            raise ValueError("rows with neither a duration nor a problem")
+        if any("\0" in name for name, *_ in found.files.values()):
+            raise ValueError("names that no file has")
+        return found
 
     def update(self, rows: NDArray[np.int64], part: Index) -> None:
         """Merge the index of some of the rows."""
@@ -280,7 +293,7 @@ def _load(table: AudioTable, decode: bool) -> Index | None:
     saved = load_index(table.path, table.column)
     try:
         index = Index.from_json(saved)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
     fits = len(index.seconds) == table.rows and index.decoded >= decode
     return index if fits else None

@@ -6,7 +6,6 @@ whatever device the waveforms are. A clip's own values do not depend on its padd
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ from torch import Tensor, nn
 from muster.data.speech.audio import SAMPLE_RATE
 from muster.data.speech.features import HTK, apply_masks, mel_points, warp_matrix
 from muster.errors import RecipeError
+from muster.reading import json_file
+from muster.reading.text import in_one_line
 
+MOST_RATE = 768_000  # Hz
 PREPROCESSOR = "preprocessor_config.json"
 RAW, MEL = "Wav2Vec2FeatureExtractor", "SeamlessM4TFeatureExtractor"
 VARIANCE_FLOOR = 1e-7
@@ -74,30 +76,39 @@ def read_extractor(folder: Path, kind: str, masks_padding: bool) -> ExtractorSet
         )
     return ExtractorSettings(
         kind,
-        sample_rate=found.get("sampling_rate", SAMPLE_RATE),
+        sample_rate=_whole(path, found, "sampling_rate", SAMPLE_RATE, MOST_RATE),
         normalize=bool(found.get("do_normalize", True)),
         masks_padding=kind == MEL or bool(found.get("return_attention_mask", False)),
-        mels=found.get("num_mel_bins", 80),
-        stride=found.get("stride", 2),
+        mels=_whole(path, found, "num_mel_bins", 80, 1024),
+        stride=_whole(path, found, "stride", 2, 64),
     )
 
 
 def read_rate(folder: Path) -> int:
     """Hz that a folder's model reads."""
     path = folder / PREPROCESSOR
-    return int(_read(path).get("sampling_rate", SAMPLE_RATE)) if path.is_file() else SAMPLE_RATE
+    if not path.is_file():
+        return SAMPLE_RATE
+    return _whole(path, _read(path), "sampling_rate", SAMPLE_RATE, MOST_RATE)
+
+
+def _whole(path: Path, found: dict[str, Any], key: str, default: int, most: int) -> int:
+    value = found.get(key, default)
+    if type(value) is not int or not 0 < value <= most:
+        raise RecipeError(
+            f"model.pretrained: {path} has {key} = {in_one_line(value)}, expected a whole number from 1 to "
+            f"{most}; copy it again"
+        )
+    return value
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is no table")
+        return json_file.read(path)
     except (OSError, ValueError) as error:
         raise RecipeError(
-            f"model.pretrained: {path} cannot be read ({error}); copy it again"
+            f"model.pretrained: {path} cannot be read ({in_one_line(error, 300)}); copy it again"
         ) from None
-    return found
 
 
 class RawAudio(nn.Module):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from muster.data.speech.whisper_languages import LANGUAGES
 from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
 from muster.errors import RecipeError
+from muster.reading import json_file
+from muster.reading.files import is_file, read_text
+from muster.reading.libraries import refused
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,17 +31,18 @@ def read_tokenizer(folder: Path, key: str) -> tuple[Tokenizer, bool]:
     `key` is the recipe key that named it."""
     file = folder / "tokenizer.json" if folder.is_dir() else folder
     folder = file.parent
-    if not file.is_file() and not (folder / "vocab.json").is_file():
+    if not is_file(file) and not is_file(folder / "vocab.json"):
         raise RecipeError(
             f"{key}: {file} does not exist, nor vocab.json and merges.txt beside it; name a "
             "folder with Whisper's tokenizer"
         )
     from tokenizers import AddedToken, Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_parts(folder)
-    except Exception as error:  # the library raises nothing narrower
-        raise RecipeError(f"{key}: {folder} has no valid tokenizer ({error})") from None
+    with refused(f"{key}: {folder}", kind=RecipeError, problem="has no valid tokenizer"):
+        if is_file(file):
+            tokenizer = Tokenizer.from_str(read_text(file, json_file.MOST_TOKENIZER))
+        else:
+            tokenizer = _from_parts(folder)
     if tokenizer.token_to_id(TIMESTAMPS[0]) is None:  # folders of 2022 leave them out
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
     _check(tokenizer, f"{key}: {folder}")
@@ -102,7 +106,8 @@ def _from_parts(folder: Path) -> Tokenizer:
     tokenizer = byte_level(vocab, merges)
     rows = _read_json(folder / "config.json").get("vocab_size", 0)
     others = len((END, START, *TASKS, *UNUSED_TOKENS, NO_TIMESTAMPS, *TIMESTAMPS))
-    count = rows - vocab.get(END, len(vocab)) - others if rows else 99
+    known = isinstance(rows, int) and rows > 0
+    count = rows - vocab.get(END, len(vocab)) - others if known else 99
     add_special(tokenizer, list(LANGUAGES)[: max(count, 0)])
     return tokenizer
 
@@ -130,7 +135,6 @@ def _is_multilingual(folder: Path, tokenizer: Tokenizer) -> bool:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return json_file.read(file)
     except (OSError, ValueError):
         return {}
-    return found

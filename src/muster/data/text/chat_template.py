@@ -7,7 +7,6 @@ models, from anywhere. The text of `apply_chat_template` and of `ChatTemplate.re
 from __future__ import annotations
 
 import datetime
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from muster.data.text.conversations import ASSISTANT, Message
-from muster.errors import RecipeError
+from muster.data.text.template_sandbox import BEGIN, END, bounded_range, environment
+from muster.errors import MusterError, RecipeError, UnreadableError
+from muster.reading import json_file
+from muster.reading.files import read_text
+from muster.reading.text import in_one_line
 
+MOST = 2**20  # bytes of a template
 BASIC = """\
 {% for message in messages %}{{ '<|' + message.role + '|>\\n' }}{% if message.role == 'assistant' %}\
 {% generation %}{{ message.content + eos_token }}{% endgeneration %}{{ '\\n' }}\
 {% else %}{{ message.content + '\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"""
 BASIC_NAME = "basic"
-BEGIN, END = "\U000f0a01", "\U000f0a02"  # around {% generation %} while rendering; private use
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TRAINING_DAY = datetime.datetime(2024, 7, 26)  # of templates that print the date: rows never change
 SPECIAL_END = re.compile(r"<[^<>\s]+>$")
@@ -115,17 +118,22 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 raise_exception=fail,
                 strftime_now=now.strftime,
+                range=bounded_range(),
                 **self.tokens,
             )
         except jinja2.exceptions.TemplateError as error:
-            raise ValueError(f"the chat template refuses it ({error})") from None
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"the chat template fails on it ({error})") from None
+            words = in_one_line(error, 300)
+            raise UnreadableError(f"the chat template refuses it ({words})") from None
+        except MusterError:
+            raise
+        except Exception as error:  # a template is a program, which may end in any of them
+            words = in_one_line(error, 300) or type(error).__name__
+            raise UnreadableError(f"the chat template fails on it ({words})") from None
         return text
 
     @cached_property
     def _compiled(self) -> Any:
-        return _environment().from_string(self.source)
+        return environment().from_string(self.source)
 
     def check(self, where: str) -> ChatTemplate:
         """Itself, if Jinja can read it."""
@@ -133,8 +141,11 @@ class ChatTemplate:
 
         try:
             _ = self._compiled
-        except jinja2.exceptions.TemplateError as error:
-            raise RecipeError(f"{where} is no Jinja template ({error})") from None
+        except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
+            raise RecipeError(
+                f"{where} is no Jinja template ({in_one_line(error, 300)}); correct it, or name another with "
+                "data.chat_template"
+            ) from None
         return self
 
     def to_json(self) -> dict[str, Any]:
@@ -183,14 +194,20 @@ def _of_folder(folder: Path) -> str | None:
 def _of_file(path: Path) -> str | None:
     """Jinja; or JSON with it, of several the one called default."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise RecipeError(f"data.chat_template: {path} cannot be read ({error})") from None
+        text = read_text(path, MOST)
+    except (OSError, UnreadableError) as error:
+        raise RecipeError(
+            f"data.chat_template: {path} cannot be read ({in_one_line(error, 300)}); copy it again"
+        ) from None
     if path.suffix != ".json":
         return text
     found = _keys(path).get("chat_template")
     if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found if "name" in entry}
+        named = {
+            str(entry["name"]): entry.get("template")
+            for entry in found
+            if isinstance(entry, dict) and "name" in entry
+        }
         found = named.get("default") or next(iter(named.values()), None)
     return found if isinstance(found, str) else None
 
@@ -207,10 +224,9 @@ def _special_tokens(folder: Path | None) -> dict[str, str]:
 
 def _keys(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json_file.read(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _unmarked(text: str) -> Rendered:
@@ -223,55 +239,3 @@ def _unmarked(text: str) -> Rendered:
     if not spans:
         raise ValueError("the chat template marks no reply in it with {% generation %}")
     return Rendered("".join(plain), spans)
-
-
-def _environment() -> Any:
-    """As transformers' own: blanks around tags, `break` and `continue`, JSON without HTML escapes."""
-    import jinja2.ext
-    import jinja2.nodes
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %} … {% endgeneration %}"""
-
-        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            call = self.call_method("_mark")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def _mark(self, caller: Any) -> str:
-            return f"{BEGIN}{caller()}{END}"
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)  # fmt: skip
-
-    class Names(jinja2.utils.Namespace):
-        """Without names that begin with an underscore, by which Python's own could be reached."""
-
-        def __init__(*given: Any, **names: Any) -> None:
-            self, *pairs = given
-            jinja2.utils.Namespace.__init__(self)
-            for name, value in dict(*pairs, **names).items():
-                self[name] = value
-
-        def __setitem__(self, name: str, value: Any) -> None:
-            if name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"a namespace takes no name such as {name}")
-            super().__setitem__(name, value)
-
-    found = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    found.filters["tojson"] = tojson
-    found.globals["namespace"] = Names
-    found.globals["dict"] = lambda *pairs, **names: dict(*pairs, **names)
-    return found

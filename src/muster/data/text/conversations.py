@@ -12,7 +12,6 @@ functions) are read beside the last two, `tools` and `system` beside all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from muster.data.parquet import TEXT_NAMES, open_parquet
+from muster.data.parquet import DAMAGED, TEXT_NAMES, first_line, open_parquet
 from muster.data.problems import Problems
-from muster.data.text.documents import ROWS_AT_A_TIME, row_name
-from muster.errors import DataError
+from muster.data.text.documents import ROWS_AT_A_TIME, json_line, row_name
+from muster.errors import DataError, UnreadableError
+from muster.reading import json_file
+from muster.reading.files import open_file
+from muster.reading.text import in_one_line
 
 ASSISTANT = "assistant"
 LAYOUTS = (
@@ -81,10 +83,10 @@ def _first_names(path: Path) -> list[str]:
             with open_parquet(path) as reader:
                 return list(reader.schema_arrow.names)
         if path.suffix == ".jsonl":
-            with path.open("rb") as lines:
+            with open_file(path) as lines:
                 first = next((line for line in lines if line.strip()), b"")
-            return list(json.loads(first))
-    except (OSError, ValueError, TypeError, DataError):
+            return list(json_file.parse(first, path))
+    except (OSError, ValueError, DataError):
         pass  # whoever reads the whole file says what is wrong with it
     return []
 
@@ -95,9 +97,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
         elif path.suffix == ".jsonl":
-            with path.open("rb") as lines:
+            with open_file(path) as lines:
                 yield from (
-                    (row, _json_row(line)) for row, line in enumerate(lines) if line.strip()
+                    (row, json_line(line)) for row, line in enumerate(lines) if line.strip()
                 )
         else:
             raise DataError(
@@ -105,7 +107,9 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
                 "data.format=text"
             )
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or first_line(error)}); copy it again"
+        ) from None
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -118,21 +122,25 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         row = 0
         try:
             for batch in reader.iter_batches(ROWS_AT_A_TIME, columns=wanted):
-                for cells in batch.to_pylist():
+                for cells in _dictionaries(batch):
                     yield row, cells
                     row += 1
-        except pa.ArrowException as error:
-            raise DataError(f"{path}, from row {row}: {str(error).splitlines()[0]}") from None
+        except DAMAGED as error:
+            raise DataError(
+                f"{path}, from row {row}: {first_line(error)}; repair the file, or remove it from the data"
+            ) from None
 
 
-def _json_row(line: bytes) -> Any:
+def _dictionaries(batch: pa.RecordBatch) -> Iterator[Any]:
     try:
-        cells = json.loads(line)
-    except ValueError as error:
-        return ValueError(f"no valid JSON ({error})")
-    if not isinstance(cells, dict):
-        return ValueError("the line holds no JSON object")
-    return cells
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # of one row: the others are good
+        for number in range(batch.num_rows):
+            try:
+                yield batch.slice(number, 1).to_pylist()[0]
+            except UnicodeDecodeError as error:
+                bad = error.object[error.start]
+                yield ValueError(f"a text in it is not UTF-8 (byte 0x{bad:02x})")
 
 
 def _messages(cells: dict[str, Any]) -> list[Message]:
@@ -166,8 +174,8 @@ def _messages(cells: dict[str, Any]) -> list[Message]:
 def _list(cell: Any, name: str) -> list[Message]:
     if isinstance(cell, str):
         try:
-            cell = json.loads(cell)
-        except ValueError:
+            cell = json_file.parse_value(cell, name)
+        except UnreadableError:
             raise ValueError(f"{name} holds text that is no JSON list") from None
     if not isinstance(cell, list) or not cell:
         raise ValueError(f"{name} holds no list of messages")
@@ -200,6 +208,8 @@ def _turn(role: str, cell: Any, name: str) -> list[Message]:
 
 def _history(cell: Any) -> list[Message]:
     found = []
+    if not isinstance(cell or [], list):
+        raise ValueError("history holds no list of pairs")
     for pair in cell or ():
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError("history holds no pairs of question and answer")
@@ -210,10 +220,11 @@ def _history(cell: Any) -> list[Message]:
 def _text(cell: Any, name: str) -> str:
     """A text, or the texts of a list of parts."""
     if isinstance(cell, list):
-        kinds = {part.get("type", "text") if isinstance(part, dict) else "text" for part in cell}
-        if kinds - {"text"}:
-            raise ValueError(f"{name} has parts of type {', '.join(sorted(kinds - {'text'}))}")
-        cell = "".join(str(part.get("text") if isinstance(part, dict) else part) for part in cell)
+        parts = [part if isinstance(part, dict) else {"text": part} for part in cell]
+        kinds = {in_one_line(part.get("type", "text")) for part in parts} - {"text"}
+        if kinds:
+            raise ValueError(f"{name} has parts of type {', '.join(sorted(kinds))}")
+        cell = "".join(str(part.get("text")) for part in parts)
     if not isinstance(cell, str):
         raise ValueError(f"{name} is no text")
     try:
@@ -226,8 +237,8 @@ def _text(cell: Any, name: str) -> str:
 def _tools(cell: Any) -> list[Any] | None:
     if isinstance(cell, str) and cell.strip():
         try:
-            cell = json.loads(cell)
-        except ValueError:
+            cell = json_file.parse_value(cell, "tools")
+        except UnreadableError:
             raise ValueError("tools holds text that is no JSON list") from None
     if cell and not isinstance(cell, list):
         raise ValueError("tools holds no list")

@@ -6,7 +6,6 @@ and counted; `Problems.check` raises if there are too many.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from muster.data.parquet import TEXT_NAMES, holds_text, open_parquet, pick_column
+from muster.data.parquet import (
+    DAMAGED,
+    TEXT_NAMES,
+    first_line,
+    holds_text,
+    open_parquet,
+    pick_column,
+)
 from muster.data.problems import Problems
-from muster.errors import DataError
+from muster.errors import DataError, UnreadableError
+from muster.reading import json_file
+from muster.reading.files import open_file, read_bytes
+
+LARGEST = 2**36  # bytes of a document
 
 ROWS_AT_A_TIME = 256
 
@@ -35,7 +45,7 @@ def count_rows(path: Path) -> int:
             return int(reader.metadata.num_rows)
     if path.suffix != ".jsonl":
         return 1
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
@@ -64,9 +74,11 @@ def _cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
         elif path.suffix == ".jsonl":
             yield from _json_cells(path, text_column)
         else:
-            yield 0, path.read_bytes()
+            yield 0, read_bytes(path, LARGEST)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or first_line(error)}); copy it again"
+        ) from None
 
 
 def _parquet_cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
@@ -79,27 +91,36 @@ def _parquet_cells(path: Path, text_column: str | None) -> Iterator[tuple[int, A
                 for cell in cells.cast(pa.large_binary()).to_pylist():
                     yield row, ValueError("the text is null") if cell is None else cell
                     row += 1
-        except pa.ArrowException as error:
+        except DAMAGED as error:
             raise DataError(
-                f"{path}, column {column}, from row {row}: {str(error).splitlines()[0]}"
+                f"{path}, column {column}, from row {row}: {first_line(error)}; repair the file, or remove it "
+                "from the data"
             ) from None
 
 
 def _json_cells(path: Path, text_column: str | None) -> Iterator[tuple[int, Any]]:
     names = (text_column,) if text_column else TEXT_NAMES
-    with path.open("rb") as lines:
+    with open_file(path) as lines:
         for row, line in enumerate(lines):
             if line.strip():
                 yield row, _json_cell(line, names)
 
 
-def _json_cell(line: bytes, names: Sequence[str]) -> Any:
+def json_line(line: bytes) -> dict[str, Any] | ValueError:
+    """Its object, or why it has none."""
     try:
-        document = json.loads(line)
-    except ValueError as error:
-        return ValueError(f"no valid JSON ({error})")
-    if not isinstance(document, dict):
-        return ValueError("the line holds no JSON object")
+        document = json_file.parse_value(line, "the line")
+    except UnreadableError as error:
+        reason = str(error).partition(": ")[2].removeprefix("not valid JSON: ")
+        problem = "the text is not UTF-8" if "half of a character" in reason else "no valid JSON"
+        return ValueError(f"{problem} ({reason})")
+    return document if isinstance(document, dict) else ValueError("the line holds no JSON object")
+
+
+def _json_cell(line: bytes, names: Sequence[str]) -> Any:
+    document = json_line(line)
+    if isinstance(document, ValueError):
+        return document
     texts = (document[name] for name in names if isinstance(document.get(name), str))
     return next(texts, ValueError(f"no text under {' or '.join(names)}"))
 

@@ -17,6 +17,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,7 @@ from muster.data.text.arrangement import Arrangement, Packing, arrange
 from muster.data.text.documents import Document, count_rows, read_documents, row_name
 from muster.data.text.tokenizers import Tokenizer
 from muster.errors import DataError
+from muster.reading import json_file
 from muster.writing import write
 
 log = logging.getLogger(__name__)
@@ -266,22 +268,34 @@ def count_cached(
 
 
 def _key(paths: Sequence[Path], tokenizer: Tokenizer, text_column: str | None) -> str:
-    stats = [(str(path.resolve()), path.stat()) for path in paths]
+    stats = [_stat(path) for path in paths]
     identities = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     document = [STREAM_VERSION, identities, tokenizer.fingerprint(), text_column]
     return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:24]
 
 
+def _stat(path: Path) -> tuple[str, os.stat_result]:
+    try:
+        return str(path.resolve()), path.stat()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        words = getattr(error, "strerror", None) or "its links lead in a circle"
+        raise DataError(f"{path} cannot be read ({words})") from None
+
+
 def _load(folder: Path) -> TokenStream | None:
     try:
-        about = json.loads((folder / "stream.json").read_text())
+        about = json_file.read(folder / "stream.json")
         arrays: dict[str, Any] = {
             name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS
         }
     except (OSError, ValueError):
         return None
-    bad = Problems.from_json(about["bad"])
-    return TokenStream(**arrays, rows=about["rows"], bad=bad, empty=about["empty"], folder=folder)
+    try:
+        bad = Problems.from_json(about["bad"])
+        rows, empty = int(about["rows"]), dict(about["empty"])
+    except (KeyError, TypeError, ValueError, AttributeError):  # a cache that is none: made again
+        return None
+    return TokenStream(**arrays, rows=rows, bad=bad, empty=empty, folder=folder)
 
 
 def _make(

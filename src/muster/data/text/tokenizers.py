@@ -17,9 +17,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.errors import DataError, RecipeError
+from muster.errors import DataError, RecipeError, UnreadableError
+from muster.reading import json_file
+from muster.reading.files import is_file, read_text
+from muster.reading.libraries import refused
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
+
+LARGEST_VOCABULARY = 2**24
 
 Ids = NDArray[np.uint32]
 Sizes = NDArray[np.int64]
@@ -136,17 +141,16 @@ class HuggingFace(Tokenizer):
     def read(cls, path: Path, key: str) -> HuggingFace:
         """From a folder or its tokenizer.json; `key` is the recipe key that named it."""
         file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
+        if not is_file(file):
             raise RecipeError(
                 f"{key}: {file} does not exist; name a Hugging Face tokenizer with "
                 "data.tokenizer.path, or set data.tokenizer.kind=bytes"
             )
-        import tokenizers
+        document = _read_text(file, key)
+        with refused(f"{key}: {file}", kind=RecipeError, problem="is no tokenizer"):
+            import tokenizers
 
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing narrower
-            raise RecipeError(f"{key}: {file} is no tokenizer ({error})") from None
+            tokenizer = tokenizers.Tokenizer.from_str(document)
         end = next(
             (
                 i
@@ -160,7 +164,15 @@ class HuggingFace(Tokenizer):
                 f"{key}: {file} has no end-of-text token that muster knows; name it as eos_token in "
                 f"{file.parent / 'tokenizer_config.json'}"
             )
-        return cls(file.read_text(encoding="utf-8"), end)
+        with refused(f"{key}: {file}", kind=RecipeError, problem="is no tokenizer"):
+            found = cls(document, end)
+            found.encode_all(["a"])  # some damage shows only then
+        if found.size > LARGEST_VOCABULARY:
+            raise RecipeError(
+                f"{key}: {file} has ids up to {found.size - 1:,}, which is too large: muster reads up to "
+                f"{LARGEST_VOCABULARY:,}; take another tokenizer"
+            )
+        return found
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
@@ -271,12 +283,20 @@ def utf8_widths(points: NDArray[np.uint32]) -> Sizes:
     return 1 + (points > 0x7F) + (points > 0x7FF).astype(np.int64) + (points > 0xFFFF)
 
 
+def _read_text(file: Path, key: str) -> str:
+    try:
+        return read_text(file, json_file.MOST_TOKENIZER)
+    except (OSError, UnreadableError) as error:
+        raise RecipeError(f"{key}: {error}") from None
+
+
 def _end_names(folder: Path) -> Iterator[str]:
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            name = json.loads((folder / file).read_text(encoding="utf-8")).get("eos_token")
+            found = json_file.read(folder / file)
         except (OSError, ValueError):
             continue
+        name = found.get("eos_token")
         name = name.get("content") if isinstance(name, dict) else name
         if isinstance(name, str):
             yield name

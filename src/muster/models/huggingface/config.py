@@ -7,17 +7,27 @@ is the recipe's.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.errors import MusterError, RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
+from muster.reading import json_file
+from muster.reading.text import in_one_line, printable
 
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "qwen3")  # in the order they are tried for export
 SPEECH_FAMILIES = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert")
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast")
 SILU = ("silu", "swish")
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+# Far beyond any model: a module per layer is made before a planner can say that it does not fit.
+MOST_LAYERS, LARGEST_SIZE = 1024, 2**24
+COUNTS = re.compile(r"layers?$|depth|blocks?$|experts$")
+SIZES = re.compile(
+    r"size|dim|width|embd|inner|heads?$|position|embeddings|length|kernel|stride|channels|mels|groups|window"
+    r"|rank|^n_|^num_|^d_"
+)
 
 
 class UnsupportedSettingError(RecipeError):
@@ -37,7 +47,7 @@ class ConfigFile:
         """`folder` may be the file itself. `families` None takes any model_type; `key` is the recipe's."""
         self.key, self.path = key, folder / "config.json" if folder.is_dir() else folder
         try:
-            self.keys: dict[str, Any] = json.loads(self.path.read_text())
+            self.keys: dict[str, Any] = json_file.read(self.path)
         except FileNotFoundError:
             if not folder.exists():
                 raise RecipeError(
@@ -49,18 +59,20 @@ class ConfigFile:
             ) from None
         except (ValueError, OSError) as error:
             raise RecipeError(
-                f"{self.key}: {self.path} cannot be read ({error}); copy the folder again"
+                f"{self.key}: {printable(str(self.path))} cannot be read ({in_one_line(error, 300)}); "
+                "copy the folder again"
             ) from None
-        self.family = self.keys.get("model_type") if isinstance(self.keys, dict) else None
+        self._refuse_sizes()
+        self.family = self.keys.get("model_type")
         if not isinstance(self.family, str) or (families and self.family not in families):
             raise RecipeError(
-                f"{self.key}: {self.path} has model_type {self.family!r}; "
+                f"{self.key}: {self.path} has model_type {in_one_line(repr(self.family))}; "
                 f"for this task muster reads {', '.join(families or ('any that names a model_type',))}"
             )
 
     def refuse(self, key: str, value: object, expected: str) -> NoReturn:
         raise UnsupportedSettingError(
-            f"{self.key}: {self.path} has {key} = {json.dumps(value)}; "
+            f"{self.key}: {self.path} has {key} = {in_one_line(json.dumps(value))}; "
             f"muster reads {expected}; take another model"
         )
 
@@ -69,6 +81,47 @@ class ConfigFile:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             self.refuse(key, value, "a positive whole number")
         return value
+
+    def size_or(self, key: str, default: int | None = None) -> int | None:
+        """`default` where the key is missing; None where it is null."""
+        return default if key not in self.keys else self.size(key) if self.keys[key] else None
+
+    def number(self, key: str, default: float) -> float:
+        """A positive one."""
+        value = self.keys.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
+            self.refuse(key, value, "a positive number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.keys.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, value, "true or false")
+        return value
+
+    def _refuse_sizes(self) -> None:
+        """Of all sections: a model of 10^9 layers, or 2^40 wide, is asked for no memory."""
+        waiting: list[tuple[str, Any]] = [("", self.keys)]
+        while waiting:
+            key, value = waiting.pop()
+            if isinstance(value, dict):
+                waiting += value.items()
+            elif isinstance(value, list):
+                most = MOST_LAYERS if "layer" in key else LARGEST_SIZE
+                if len(value) > most:
+                    self._too_large(key, f"a list of {len(value):,}", most)
+                waiting += [(key, part) for part in value]
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                most = MOST_LAYERS if COUNTS.search(key) else LARGEST_SIZE
+                sized = SIZES.search(key) or COUNTS.search(key)
+                if sized and abs(value) > most:
+                    self._too_large(key, in_one_line(json.dumps(value), 40), most)
+
+    def _too_large(self, key: str, has: str, most: int) -> NoReturn:
+        raise RecipeError(
+            f"{self.key}: {printable(str(self.path))} has {in_one_line(key)} = {has}, which is too large: "
+            f"muster builds models of up to {most:,} there; correct it, or take another model"
+        )
 
     def get(self, key: str, default: Any) -> Any:
         return self.keys.get(key, default)
@@ -92,7 +145,7 @@ def read_config(folder: Path, key: str = "model.pretrained") -> DecoderConfig:
     try:
         return read(file)
     except (ValueError, TypeError) as error:
-        raise RecipeError(f"{file.key}: {file.path}: {error}") from None
+        raise RecipeError(f"{file.key}: {file.path}: {in_one_line(error, 300)}") from None
 
 
 def _read_gpt2(file: ConfigFile) -> DecoderConfig:
@@ -108,16 +161,16 @@ def _read_gpt2(file: ConfigFile) -> DecoderConfig:
         layers=file.size("n_layer"),
         width=width,
         heads=heads,
-        hidden=file.get("n_inner", None) or 4 * width,
+        hidden=file.size_or("n_inner") or 4 * width,
         positions=file.size("n_positions"),
-        tied=file.get("tie_word_embeddings", True),
-        eps=file.get("layer_norm_epsilon", 1e-5),
+        tied=file.flag("tie_word_embeddings", True),
+        eps=file.number("layer_norm_epsilon", 1e-5),
     )
 
 
 def _read_rotary(file: ConfigFile) -> DecoderConfig:
     file.only("hidden_act", "silu", *SILU)
-    bias = bool(file.get("attention_bias", False)) if file.family == "llama" else False
+    bias = file.flag("attention_bias", False) if file.family == "llama" else False
     if file.family == "llama":
         file.only("mlp_bias", False, bias)  # one switch for o, gate, up and down
     if file.family == "qwen3":
@@ -130,8 +183,9 @@ def _read_rotary(file: ConfigFile) -> DecoderConfig:
         width=width,
         heads=heads,
         hidden=file.size("intermediate_size"),
-        kv_heads=file.get("num_key_value_heads", None) or _kv_heads(file, heads),
-        head_size=file.get("head_dim", 128 if file.family == "qwen3" else None) or width // heads,
+        kv_heads=file.size_or("num_key_value_heads") or _kv_heads(file, heads),
+        head_size=file.size_or("head_dim", 128 if file.family == "qwen3" else None)
+        or width // heads,
         positions=file.size("max_position_embeddings"),
         position="rotary",
         norm="rms",
@@ -139,8 +193,8 @@ def _read_rotary(file: ConfigFile) -> DecoderConfig:
         bias=bias,
         qkv_bias=bias or file.family == "qwen2",
         qk_norm=file.family == "qwen3",
-        tied=file.get("tie_word_embeddings", False),
-        eps=file.get("rms_norm_eps", 1e-6),
+        tied=file.flag("tie_word_embeddings", False),
+        eps=file.number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         window=_window(file),
@@ -159,7 +213,7 @@ def _rope(file: ConfigFile) -> tuple[float, RopeScaling | None]:
     rope = file.get(key, None) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         file.refuse(key, rope, "one set of rotary positions for all layers")
-    theta = float(rope.get("rope_theta", file.get("rope_theta", None) or 10_000.0))
+    theta = _positive(file, key, rope, "rope_theta", file.get("rope_theta", None) or 10_000.0)
     partial = rope.get("partial_rotary_factor", file.get("partial_rotary_factor", None))
     if partial not in (None, 1, 1.0):
         file.refuse("partial_rotary_factor", partial, "partial_rotary_factor = 1")
@@ -168,28 +222,36 @@ def _rope(file: ConfigFile) -> tuple[float, RopeScaling | None]:
         return theta, None
     if kind != "llama3":
         file.refuse(key, rope, "the rope types default and llama3")
-    for name in LLAMA3:
-        if name not in rope:
-            file.refuse(key, rope, f"llama3 with {name}")
-    factor, low, high = (float(rope[name]) for name in LLAMA3)
-    original = rope.get("original_max_position_embeddings", file.size("max_position_embeddings"))
-    original = file.get("original_max_position_embeddings", original)
-    return theta, RopeScaling(factor, low, high, int(original))
+    factor, low, high = (_positive(file, key, rope, name) for name in LLAMA3)
+    name = "original_max_position_embeddings"
+    original = file.get(name, rope.get(name, file.size("max_position_embeddings")))
+    return theta, RopeScaling(factor, low, high, int(_positive(file, key, {name: original}, name)))
+
+
+def _positive(
+    file: ConfigFile, key: str, rope: dict[str, Any], name: str, default: Any = None
+) -> float:
+    value = rope.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+        file.refuse(key, rope, f"rotary positions with a positive {name}")
+    return float(value)
 
 
 def _window(file: ConfigFile) -> int | None:
     if file.family == "llama":
         return None
-    window: int | None = file.get("sliding_window", 4096)
+    window = file.size_or("sliding_window", 4096)
     if file.family == "mistral":
         return window
-    if not file.get("use_sliding_window", False) or window is None:
+    if not file.flag("use_sliding_window", False) or window is None:
         return None
     layers = file.size("num_hidden_layers")
-    full = min(file.get("max_window_layers", 28), layers)
+    full = min(file.size_or("max_window_layers", 28) or 0, layers)
     kinds = file.get("layer_types", None) or (
         ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     )
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        file.refuse("layer_types", kinds, "a list of words")
     if len(set(kinds)) > 1:
         key = "layer_types" if file.get("layer_types", None) else "max_window_layers"
         file.refuse(key, file.get(key, 28), "one sliding_window for all layers, or none")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -102,7 +101,7 @@ def tokenizer_of(folder: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
     files = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
     keys = {}
     if (folder / "config.json").is_file():
-        keys = json.loads((folder / "config.json").read_text())
+        keys = ConfigFile(folder, None).keys
     ids = {name: keys[name] for name in TOKEN_IDS if name in keys}
     return {name: path.read_bytes() for name, path in files.items()}, ids
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import RecipeError
+from muster.reading import json_file
+from muster.reading.files import is_file
+from muster.reading.text import in_one_line
 
 FILE = "generation_config.json"
 END = "eos_token_id"
+LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,9 @@ def read_generation(folder: Path) -> Generation:
     keys = read_keys(folder)
     ends = keys.get(END, _table(folder / "config.json").get(END))
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    if not all(isinstance(end, int) for end in ends):
+    if not all(type(end) is int and 0 <= end <= LARGEST_ID for end in ends):
         raise RecipeError(
-            f"model.pretrained: {folder} has {END} = {json.dumps(ends)}, expected token ids; correct it in "
+            f"model.pretrained: {folder} has {END} = {in_one_line(json.dumps(ends))}, expected token ids; correct it in "
             f"{FILE if END in keys else 'config.json'}"
         )
     return Generation(keys, tuple(ends))
@@ -53,14 +57,11 @@ def read_keys(folder: Path) -> dict[str, Any]:
 
 
 def _table(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
-        keys = json.loads(path.read_text())
-        if not isinstance(keys, dict):
-            raise ValueError("it is no table of keys")
+        return json_file.read(path)
     except (ValueError, OSError) as error:
         raise RecipeError(
-            f"model.pretrained: {path} cannot be read ({error}); copy the folder again"
+            f"model.pretrained: {path} cannot be read ({in_one_line(error, 300)}); copy the folder again"
         ) from None
-    return keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +21,8 @@ from muster.models.huggingface.tensors import (
     write_folder,
 )
 from muster.models.weights import FreshWeights, Region, keyed_generator
+from muster.reading import json_file
+from muster.reading.text import in_one_line
 
 HEAD, MASK = "lm_head.", "masked_spec_embed"
 # torch's two forms of weight normalisation; transformers writes the first, older folders hold the second.
@@ -42,15 +43,14 @@ def read_document(folder: Path) -> Document:
     try:
         config = CONFIG_MAPPING[file.family].from_dict(dict(file.keys))  # type: ignore[index]
     except Exception as error:  # of transformers' own checks
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"model.pretrained: {file.path}: {reason}") from None
+        raise RecipeError(f"model.pretrained: {file.path}: {in_one_line(error, 300)}") from None
     return {**file.keys, "vocab_size": config.vocab_size}
 
 
 def is_speech_encoder(folder: Path) -> bool:
     try:
-        return json.loads((folder / "config.json").read_text()).get("model_type") in SPEECH_FAMILIES
-    except (OSError, ValueError, AttributeError):
+        return json_file.read(folder / "config.json").get("model_type") in SPEECH_FAMILIES
+    except (OSError, ValueError):
         return False
 
 

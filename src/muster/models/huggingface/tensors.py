@@ -15,8 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from muster.errors import CheckpointError, MusterError
+from muster.errors import CheckpointError, MusterError, UnreadableError
 from muster.models.weights import Region
+from muster.reading import json_file
+from muster.reading.inside import inside
+from muster.reading.text import in_one_line
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -109,10 +112,7 @@ class TensorFolder:
         """Tensor → the file that holds it, every file present."""
         index = self.folder / INDEX
         if index.is_file():
-            try:
-                held = dict(json.loads(index.read_text())["weight_map"])
-            except (ValueError, KeyError, TypeError):
-                raise CheckpointError(f"{index} is damaged; copy it again") from None
+            held = self._indexed(index)
             absent = [f for f in sorted(set(held.values())) if not (self.folder / f).is_file()]
             if absent:
                 raise CheckpointError(
@@ -125,6 +125,18 @@ class TensorFolder:
                 "load the model in transformers and save_pretrained it again"
             )
         return dict.fromkeys(self._open(WEIGHTS).keys(), WEIGHTS)
+
+    def _indexed(self, index: Path) -> dict[str, str]:
+        """Files of this folder, and of no other: the index may be anybody's."""
+        try:
+            held = json_file.read(index, most=json_file.MOST_TOKENIZER).get("weight_map")
+            if not isinstance(held, dict) or not held:
+                raise UnreadableError("it has no weight_map, a table of tensors and files")
+            for name in {name if isinstance(name, str) else "" for name in held.values()}:
+                inside(self.folder, name, index)
+        except (UnreadableError, OSError) as error:
+            raise CheckpointError(f"{index} is damaged ({error}); copy it again") from None
+        return held
 
     def _name(self, where: TensorLocation) -> str:
         """Some folders hold the bare model, without the first part of each name."""
@@ -139,7 +151,7 @@ class TensorFolder:
                 self._files[name] = safe_open(self.folder / name, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(
-                    f"{self.folder / name} is damaged or cut short ({error}); copy it again"
+                    f"{self.folder / name} is damaged or cut short ({in_one_line(error, 300)}); copy it again"
                 ) from None
         return self._files[name]
 
@@ -222,7 +234,7 @@ def number_format(state: Mapping[str, Tensor]) -> str:
 def few(names: Iterable[str], limit: int = 3) -> str:
     listed = list(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+    return ", ".join(in_one_line(name) for name in listed[:limit]) + more
 
 
 def _shards(

@@ -18,6 +18,7 @@ from muster.models.huggingface.config import (
     UnsupportedSettingError,
     read_config,
 )
+from muster.reading.text import in_one_line
 
 UNLIMITED = 2**31 - 1  # positions of a family that does not limit them
 DROPOUT = re.compile(r"dropout|pdrop")
@@ -75,7 +76,7 @@ def read_transformers_config(
     except RecipeError:
         raise
     except Exception as error:  # of transformers' own validation, or of a folder's own code
-        raise RecipeError(f"{file.key}: {file.path}: {error}") from None
+        raise RecipeError(f"{file.key}: {file.path}: {in_one_line(error, 300)}") from None
     _check_causal(file, config, code)
     vocab = getattr(config, "vocab_size", None)
     if not isinstance(vocab, int) or vocab <= 0:
@@ -133,14 +134,15 @@ def _code(file: ConfigFile, trusted: bool) -> str | None:
         return None
     if file.family in transformers.CONFIG_MAPPING:
         raise _not_causal(file)
-    if "AutoModelForCausalLM" not in (file.get("auto_map", None) or {}):
+    automatic = file.get("auto_map", None)
+    if not isinstance(automatic, dict) or "AutoModelForCausalLM" not in automatic:
         raise RecipeError(
-            f"{file.key}: {file.path} has model_type {file.family!r}, which transformers "
+            f"{file.key}: {file.path} has model_type {in_one_line(repr(file.family))}, which transformers "
             f"{transformers.__version__} does not know; take another model, or a newer transformers"
         )
     if not trusted:
         raise RecipeError(
-            f"{file.key}: {file.path} has model_type {file.family!r}, whose model is Python code in that "
+            f"{file.key}: {file.path} has model_type {in_one_line(repr(file.family))}, whose model is Python code in that "
             "folder; read it, and set model.trust_remote_code=true to run it"
         )
     return str(file.path.parent.absolute())
@@ -148,7 +150,7 @@ def _code(file: ConfigFile, trusted: bool) -> str | None:
 
 def _not_causal(file: ConfigFile) -> RecipeError:
     return RecipeError(
-        f"{file.key}: {file.path} has model_type {file.family!r}, which is not a causal language model "
+        f"{file.key}: {file.path} has model_type {in_one_line(repr(file.family))}, which is not a causal language model "
         "in transformers; take another model"
     )
 
@@ -159,13 +161,15 @@ def _check_causal(file: ConfigFile, config: Any, code: str | None) -> None:
         raise _not_causal(file)
     if config.get_text_config() is not config:
         raise RecipeError(
-            f"{file.key}: {file.path} has model_type {file.family!r}, a model of more than text; take "
+            f"{file.key}: {file.path} has model_type {in_one_line(repr(file.family))}, a model of more than text; take "
             "the folder of its language model alone"
         )
     architectures = file.get("architectures", None)
+    if isinstance(architectures, str) or (architectures and not isinstance(architectures, list)):
+        file.refuse("architectures", architectures, "a list of names")
     if architectures and cls.__name__ not in architectures:
         raise RecipeError(
-            f"{file.key}: {file.path} has architectures = {', '.join(architectures)}; for this task muster "
+            f"{file.key}: {file.path} has architectures = {in_one_line(architectures)}; for this task muster "
             f"reads {cls.__name__}; save the model as that class"
         )
     if "is_decoder" in file.keys and not file.keys["is_decoder"] and _sees_ahead(cls):
