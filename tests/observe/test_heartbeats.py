@@ -137,6 +137,18 @@ def test_of_two_heartbeats_the_newer_counts(ranks):
     assert heartbeats.read(ranks)[2]["step"] == 11
 
 
+def test_a_file_left_from_before_the_clock_was_set_back_hides_no_heartbeat(ranks):
+    """A rank wrote its own file once, while its collector was stopped."""
+    (ranks / "2.heartbeat.json").write_text(json.dumps(state(2, step=9, when=5000.0)))
+    watched = Heartbeats(ranks)
+    for second in range(3):
+        node = {"ranks": [state(2, 10 + second, 1000.0 + second)]}
+        (ranks / "node-0.heartbeats.json").write_text(json.dumps(node))
+        watched.refresh()
+    assert watched.latest[2]["step"] == 12
+    assert watched.silent_s(2) < 5.0
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1", "null", "[]", '{"ranks": 3}', '{"ranks": [[], {"rank": "1"}, {"rank": 1}]}']
 )

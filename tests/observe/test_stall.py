@@ -124,10 +124,35 @@ def test_others_are_judged_alike_by_the_looks_of_their_collector(tmp_path, every
     assert not others.at_work(starting=False), "nothing is known yet"
     look(1, 100.0)
     assert others.at_work(starting=False)
-    for number in range(2, 2 + int(-(-20 // every_s))):
+    for number in range(2, 2 + int(-(-30 // every_s))):
         assert not others.silent(60.0)
         look(number, 100.0)
     assert others.silent(60.0)
     look(100, 0.0)
     assert others.at_work(starting=False)
     assert not others.silent(60.0)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0], ids=["back", "forward"])
+def test_a_clock_that_is_set_while_ranks_wait_names_nobody_who_beats_again(
+    clock, monkeypatch, jump_s
+):
+    """The other rank's heartbeat stands still for 25 s, as on storage that blocks, and goes on."""
+    real, shift = time.time, [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + shift[0])
+    clock.last = ("saving", 5, clock.now)
+    for passed in range(200):
+        if passed == 80:
+            shift[0] = jump_s
+        if not 75 <= passed < 100:
+            clock.other("saving", idle=1.0, limit_s=LONGEST_S)
+        assert not clock.watch.stalled(clock.last, clock.now + passed), passed
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 0.0, 3600.0], ids=["back", "never", "forward"])
+def test_a_rank_that_is_gone_is_found_whatever_the_clocks_say(clock, monkeypatch, jump_s):
+    """Of this machine, against the time of the other's last heartbeat."""
+    real = time.time
+    clock.other("saving", idle=1.0, limit_s=LONGEST_S)
+    monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert LEAST_S <= clock.seconds("saving") <= 1.5 * LEAST_S + 2

@@ -152,3 +152,60 @@ def test_replicas_are_compared_before_saves_and_when_asked_only(ranks, recipe, t
     off = [*asked, "checkpoint.verify_replicas=false"]
     assert ranks(2)(train_with_a_flip, str(tmp_path / "b"), recipe, off, 1) == [0, 0]
     assert complete_steps(tmp_path / "b") == [2, 4, 5]
+
+
+def compared_in_training(mesh: Mesh, folder: str, recipe: str, options: list[str]) -> list[int]:
+    """How often replicas were compared in three steps, and after a resume in two more; each with an evaluation."""
+    found = []
+    for steps in (3, 5):
+        asked = [f"training.steps={steps}", "checkpoint.every_steps=3", "evaluation.every_steps=1"]
+        job = make_job(mesh, folder, [*asked, "checkpoint.verify_steps=1", *options], recipe)
+        train(job)
+        job.observer.close()
+        found.append(job.comparisons)
+    return found
+
+
+OPTIMIZERS = {name: [f"training.optimizer={name}"] for name in ("muon", "adafactor", "adamw-8bit")}
+HSDP = ["distributed.strategy=hsdp", "distributed.replicate=2"]
+QUIET = {
+    2: {
+        **OPTIMIZERS,
+        "bf16": ["training.precision=bf16"],
+        "LoRA": ["model.lora.rank=4", "model.lora.dropout=0.1"],
+        "zero1": ["distributed.strategy=zero1"],
+        "zero2": ["distributed.strategy=zero2"],
+    },
+    4: {
+        "hsdp": HSDP,
+        **{f"hsdp, {name}": [*HSDP, *options] for name, options in OPTIMIZERS.items()},
+        "hsdp, LoRA": [*HSDP, "model.lora.rank=4"],
+        "hsdp, offloaded": [*HSDP, "distributed.fsdp.cpu_offload=true"],
+        "context in groups": ["distributed.strategy=context", "distributed.context=2"],
+    },
+}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world, rows in QUIET.items() for name in rows]
+)
+def test_replicas_that_are_equal_raise_no_alarm(ranks, recipe, tmp_path, world, name):
+    """In whatever way they are trained, after evaluations and after a resume."""
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    if name.endswith("8bit"):
+        pytest.importorskip("torchao")
+    found = ranks(world)(compared_in_training, str(tmp_path), recipe, QUIET[world][name])
+    assert found == [[3, 2]] * world
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["fsdp", "context", "zero3"])
+def test_what_no_two_ranks_hold_is_not_compared(ranks, recipe, tmp_path, strategy):
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed")
+    options = [f"distributed.strategy={strategy}"]
+    found = ranks(2)(compared_in_training, str(tmp_path), recipe, options)
+    assert found == [[0, 0]] * 2

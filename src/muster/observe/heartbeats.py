@@ -2,7 +2,8 @@
 
 One process of each node writes those of its ranks into one file, `ranks/node-<n>.heartbeats.json`
 (`muster.observe.gather`). A rank whose node does not take its heartbeat writes `ranks/<rank>.heartbeat.json`
-itself. Of two, the newer counts.
+itself. Of two, the one that changed last counts, and before any has changed the newer by the rank's clock, which may
+be set back.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Heartbeats:
         self.folder = folder
         self.latest: dict[int, State] = {}
         self._files: dict[str, tuple[tuple[int, int, int], list[State]]] = {}
+        self._seen: dict[tuple[str, int], tuple[float, float]] = {}  # of each file and rank
         self._changed: dict[int, float] = {}  # when a new one was seen, by the monotonic clock
 
     @property
@@ -51,12 +53,18 @@ class Heartbeats:
     def refresh(self) -> None:
         paths = [path for pattern in (OWN, OF_NODES) for path in self.folder.glob(pattern)]
         self._files = {path.name: found for path in paths if (found := self._file(path))}
+        now, seen = time.monotonic(), self._seen
         newest: dict[int, State] = {}
-        for _, states in self._files.values():
+        best: dict[int, tuple[float, float]] = {}  # when it changed, and its time
+        self._seen = {}
+        for name, (_, states) in self._files.items():
             for state in states:
-                before = newest.get(state["rank"])
-                if before is None or state["time"] >= before["time"]:
-                    newest[state["rank"]] = state
+                key = (name, rank := state["rank"])
+                told, changed = seen.get(key, (state["time"], 0.0))
+                own = (state["time"], changed if told == state["time"] else now)
+                self._seen[key] = own
+                if rank not in newest or own[::-1] >= best[rank]:
+                    newest[rank], best[rank] = state, own[::-1]
         for rank, state in newest.items():
             if rank in self.latest and self.latest[rank]["time"] != state["time"]:
                 self._changed[rank] = time.monotonic()

@@ -5,7 +5,6 @@ It is made when it is asked for, from the files that the ranks write anyway: tra
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,7 +136,7 @@ class Exporter:
     def _rank(self, rank: int) -> dict[str, Any]:
         """Empty where the rank has not written yet."""
         beat = self._heartbeats.latest.get(rank, {})
-        age = {"time": time.time() - beat["time"]} if beat else {}
+        age = {"time": self._heartbeats.silent_s(rank)} if beat else {}
         return {
             "node": str(beat.get("host", "")),
             "line": read_last(self.folder / "ranks" / f"{rank}.jsonl"),

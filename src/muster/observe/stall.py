@@ -64,9 +64,10 @@ class Others:
         self._number = 0  # of the latest look that was told
         self._states: dict[int, Mapping[str, Any]] = {}
         self._unchanged: dict[int, float] = {}  # seconds of looks
+        self._before: dict[int, float] = {}  # how old it was at the first look, by the clocks
 
     def forget(self) -> None:
-        self._states, self._unchanged = {}, {}
+        self._states, self._unchanged, self._before = {}, {}, {}
 
     def look(self) -> None:
         told = self._ask()
@@ -83,6 +84,9 @@ class Others:
                 before = self._states.get(rank)
                 same = before is not None and before["time"] == state["time"]
                 self._unchanged[rank] = self._unchanged[rank] + seconds if same else 0.0
+                if not same:
+                    age = 0.0 if before else time.time() - state["time"]
+                    self._before[rank] = max(0.0, age)
                 self._states[rank] = state
 
     def at_work(self, *, starting: bool) -> bool:
@@ -99,9 +103,11 @@ class Others:
 
     def silent(self, seconds: float) -> bool:
         """Whether one of them has had no heartbeat for so long. Its process is stopped or gone, or native
-        code holds its interpreter: a heartbeat does not wait for training."""
+        code holds its interpreter: a heartbeat does not wait for training. Clocks may be wrong or set anew, so
+        they count for half of it at most: that was waited before the first look."""
         return any(
-            self._unchanged[rank] >= GONE_S and time.time() - state["time"] >= seconds
+            (seen := self._unchanged[rank]) >= GONE_S
+            and seen + min(self._before[rank], seconds / 2) >= seconds
             for rank, state in self._states.items()
             if state["phase"] != ENDED
         )

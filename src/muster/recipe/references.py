@@ -40,6 +40,11 @@ _UNBOUNDED = re.compile(
 )
 
 
+def may_be_secret(name: str, value: str) -> bool:
+    """Of a variable that is not a secret by what it is for: by its name, or an address with credentials."""
+    return SECRET.search(name) is not None or ("://" in value and "@" in value)
+
+
 def _may_be_told(name: str, value: str) -> bool:
     if name in PEOPLE or name in PLACES:
         return True

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -34,6 +34,7 @@ from muster.observe.results import (
 from muster.parallel.layout import strategy_name
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import BatchSizes
+from muster.recipe.references import may_be_secret
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
 from muster.training.answers import answers, continuations, generates_answers
@@ -43,6 +44,9 @@ from muster.training.loop import score
 from muster.worker.recordings import keep_recordings
 
 log = logging.getLogger(__name__)
+
+TOLD = ("NCCL_", "CUDA_", "OMP_", "GLOO_", "TORCH_")  # begin the names of variables
+HIDDEN = "not written down: it may be a secret"
 
 
 def write_plan(
@@ -88,13 +92,18 @@ def write_plan(
             "cuda": torch.version.cuda,
             "devices": devices,
             "threads_per_rank": torch.get_num_threads(),
-            "variables": {
-                k: v
-                for k, v in sorted(os.environ.items())
-                if k.startswith(("NCCL_", "CUDA_", "OMP_", "GLOO_", "TORCH_"))
-            },
+            "variables": told_variables(os.environ),
         },
     )
+
+
+def told_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of libraries that training depends on, without what may be a secret."""
+    return {
+        name: HIDDEN if may_be_secret(name, value) else value
+        for name, value in sorted(environment.items())
+        if name.startswith(TOLD)
+    }
 
 
 def write_data(run: run_directory.Run, task: Task, recipe: Recipe) -> list[str]:
