@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -297,3 +298,19 @@ def test_a_row_group_that_could_not_be_read_is_tried_again(tmp_path, monkeypatch
     (found,) = ensure_index([path])
     assert found.problems == {}
     assert len(measured) == 3
+
+
+def test_a_full_disk_costs_the_index_and_nothing_else(small_disk, monkeypatch, caplog):
+    """Neither beside the data nor in the cache is room for it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small_disk / "cache"))
+    paths = write(small_disk, files=1)
+    with suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):  # until it is full
+            pass
+    (found,) = ensure_index(paths)
+    assert len(found.seconds) == 8
+    assert "could not save the index of" in caplog.text
+    assert not [path for path in small_disk.rglob("*.json*") if path.is_file()]
+    (small_disk / "ballast").unlink()
+    ensure_index(paths)
+    assert cache.index_paths(paths[0])[0].is_file()

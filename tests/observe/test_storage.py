@@ -6,13 +6,16 @@ import errno
 import os
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from muster import run_directory
 from muster.observe import storage
 from muster.observe.results import write_json
 from muster.observe.storage import RESERVE, insist, problem, problem_words
+from muster.page import report
 
 
 @pytest.fixture
@@ -84,3 +87,17 @@ def test_last_words_that_cannot_be_written_end(tmp_path):
 
     with pytest.raises(OSError, match="full"):
         insist(tmp_path, write, 0.0)
+
+
+def test_a_report_without_room_is_left_out_and_fails_no_run(small_disk, caplog):
+    run = run_directory.create(small_disk, "run", {"recipe.yaml": "name: run\n"})
+    run.update(state="finished")
+    with suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):  # until it is full
+            pass
+    report.write_at_end(run)
+    assert "report.html was not written" in caplog.text
+    assert not list(run.path.glob("*report.html*"))
+    (small_disk / "ballast").unlink()
+    report.write_at_end(run)
+    assert (run.path / "report.html").stat().st_size > 1000
