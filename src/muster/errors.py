@@ -36,6 +36,10 @@ class ReplicaError(MusterError):
     """A rank holds other weights than those that should hold the same: its device is faulty."""
 
 
+class DeviceError(MusterError):
+    """A rank's device computes wrong."""
+
+
 class LaunchError(MusterError):
     """Ranks could not be started, the rendezvous failed, or a rank failed, with what the rank said."""
 

@@ -21,7 +21,8 @@ from muster.cli import app
 from processes import MUSTER, free_port, python_path, runs_module, start, until
 
 LIMIT_S = 30.0  # of a whole check on two CPU ranks
-STEPS = ["software", "devices", "ranks", "collectives", "gradients", "balance", "links", "network"]
+STEPS = ["software", "devices", "ranks", "products", "collectives", "gradients", "balance", "links"]
+STEPS += ["network"]
 two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores are needed")
 
 
@@ -109,7 +110,7 @@ def test_ranks_on_the_same_core_and_a_wrong_mapping_are_both_named_and_end_the_c
     mapping, clash = failures(report)
     assert "rank 0 is local rank 1, rank 1 is local rank 0" in mapping["words"]
     assert clash["words"].startswith(f"ranks 0 and 1 share core {first} of ")
-    assert report["findings"][-1]["words"].startswith("skipped after the failure: collectives, ")
+    assert report["findings"][-1]["words"].startswith("skipped after the failure: products, ")
 
 
 CORRUPTED = """

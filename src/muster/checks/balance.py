@@ -1,4 +1,4 @@
-"""Step 6: the same matrix work on every rank at once; the slowest against the median."""
+"""Step 7: the same matrix work on every rank at once; the slowest against the median."""
 
 from __future__ import annotations
 

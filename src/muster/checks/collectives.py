@@ -1,4 +1,4 @@
-"""Step 4: every collective in three dtypes, against values computed locally."""
+"""Step 5: every collective in three dtypes, against values computed locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 9: whether the recipe's data is read as fast as its model consumes it."""
+"""Step 10: whether the recipe's data is read as fast as its model consumes it."""
 
 from __future__ import annotations
 

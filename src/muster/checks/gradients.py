@@ -1,4 +1,4 @@
-"""Step 5: DDP's gradients are those of one process over the whole batch, from the same weights."""
+"""Step 6: DDP's gradients are those of one process over the whole batch, from the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 7: bandwidth between each pair of ranks and of an all-reduce, against the hardware's rates."""
+"""Step 8: bandwidth between each pair of ranks and of an all-reduce, against the hardware's rates."""
 
 from __future__ import annotations
 

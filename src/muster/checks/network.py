@@ -1,4 +1,4 @@
-"""Step 8: network interfaces, and whether the hosts resolve each other's names."""
+"""Step 9: network interfaces, and whether the hosts resolve each other's names."""
 
 from __future__ import annotations
 

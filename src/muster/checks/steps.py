@@ -10,6 +10,7 @@ from muster.checks import (
     gradients,
     links,
     network,
+    products,
     ranks,
     software,
 )
@@ -19,6 +20,7 @@ STEPS = (
     Step("software", software.measure, software.judge, ends=True),
     Step("devices", devices.measure, devices.judge, ends=True),
     Step("ranks", ranks.measure, ranks.judge, ends=True),
+    Step("products", products.measure, products.judge, ends=True),
     Step("collectives", collectives.measure, collectives.judge, ends=True),
     Step("gradients", gradients.measure, gradients.judge),
     Step("balance", balance.measure, balance.judge, timed=True),

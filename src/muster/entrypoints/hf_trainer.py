@@ -39,6 +39,7 @@ from muster.launch.cluster import RankInfo
 from muster.models.huggingface.folder import export, folder_weights
 from muster.observe.observer import Observer, StepRecord
 from muster.parallel import mesh as meshes
+from muster.parallel.device_test import verify_device
 from muster.parallel.engine import Engine
 from muster.parallel.materialise import materialise
 from muster.parallel.mesh import Mesh
@@ -222,6 +223,7 @@ def run_rank(
             "muster's own loop"
         )
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
+    verify_device(mesh)
     sizes = _sizes(recipe, rank_info.world)
     source = cast(PackedSource, open_source(task, recipe, mesh))
     job = _job(recipe, task, source, mesh, run, sizes)

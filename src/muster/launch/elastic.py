@@ -158,15 +158,21 @@ class ElasticSupervisor(Supervisor):
         return found
 
     def _exclude(self, local_rank: int) -> None:
-        """The device of that rank is not used any more by this supervisor."""
+        """The device of that rank is not used any more by this supervisor. With too few left, this machine takes
+        no part."""
         if not 0 <= local_rank < self.ranks:
             return  # another node's
         self.offered -= 1
         if self.devices:
             del self.devices[local_rank]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
-        if self.offered >= self.least_ranks:
-            self.nodes.offer(self.offered)
+        enough = self.offered >= self.least_ranks
+        self.nodes.offer(self.offered if enough else 0)
+        if not enough:
+            log.warning(
+                "%d of at least %d devices are left here: this machine takes no part any more",
+                self.offered, self.least_ranks,
+            )  # fmt: skip
 
     def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         if not self.is_master and any(report and "silent" in report for report in reports):
@@ -179,6 +185,8 @@ class ElasticSupervisor(Supervisor):
         lost = "silent_node" in worst or "lost_device" in worst
         if not lost:
             return super()._should_restart(worst)
+        if self.is_master and not self.nodes.me.ranks:
+            return False  # node 0 itself has too few devices left
         self._count_progress()
         if self.failed_restarts >= self.recipe.distributed.max_restarts + self.node.nodes:
             return False
@@ -224,7 +232,7 @@ class ElasticSupervisor(Supervisor):
 
 
 def _device_failed(failure: dict[str, Any]) -> bool:
-    """Whether the rank failed because its device did: found by muster's own check of it, or told by CUDA."""
+    """Whether the rank failed because its device computes wrong (muster.parallel.device_test)."""
     error = failure["error"] or {}
     return error.get("kind") == "DeviceError"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,6 +50,12 @@ class Mesh:
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def place(self) -> str:
+        """This rank's device, for people."""
+        host = os.uname().nodename
+        return f"GPU {self.device.index} of {host}" if self.device.type == "cuda" else host
 
     @property
     def data_rank(self) -> int:

@@ -64,6 +64,11 @@ class Checkpoint(Section):
     verify_steps: Positive | None = free(
         None, description="Compare them also every so many steps. `null`: only before a save."
     )
+    verify_device_steps: Positive | None = free(
+        None,
+        description="Every so many steps each rank's device computes matrix products whose results are known; one that "
+        "computes wrong is named, and nothing is saved of that step. `null`: only at each start.",
+    )
     mirror: str | None = free(
         None,
         description="`s3://bucket/folder` or `gs://…`: complete checkpoints are also copied there, in the background, "

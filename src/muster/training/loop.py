@@ -17,6 +17,7 @@ from muster.data.corpus import Split
 from muster.data.loader import Batch
 from muster.errors import StartAgain
 from muster.observe.heartbeat import beat
+from muster.parallel.device_test import verify_device
 from muster.parallel.gradients import clip_divisor
 from muster.parallel.timestamps import DeviceTimestamp
 from muster.training import memory
@@ -63,10 +64,15 @@ def train(job: Job) -> int:
             unread, done = launched, step + 1
             last = done == job.steps or launched.stop
             evaluates, saves = _evaluates(job, done, last), _due(done, saving.every_steps)
-            compares = _due(done, saving.verify_steps)
-            if last or evaluates or saves or compares or not late:
+            compares, tests = (
+                _due(done, saving.verify_steps),
+                _due(done, saving.verify_device_steps),
+            )
+            if last or evaluates or saves or compares or tests or not late:
                 read(job, unread)
                 unread = None
+            if tests:
+                _test_device(job, done)
             best = evaluates and validate(job, done)
             last = last or job.ended_early
             saves = saves or launched.stop or (last and saving.final)
@@ -76,7 +82,7 @@ def train(job: Job) -> int:
                 _compare(job, done)
             if saves and not last:
                 _start_again_if_asked(job, done)
-            if evaluates or saves or compares:
+            if evaluates or saves or compares or tests:
                 before = None
                 gc.collect()
             elif done % COLLECT_EVERY == 0:
@@ -276,6 +282,12 @@ def _save(job: Job, done: int, *, only_best: bool, required: bool) -> None:
 def _compare(job: Job, done: int) -> None:
     with memory.oom_context(job, done - 1, "comparison of replicas"):
         compare(job, done)
+
+
+def _test_device(job: Job, done: int) -> None:
+    beat("testing the device")
+    with memory.oom_context(job, done - 1, "test of the device"):
+        verify_device(job.mesh)
 
 
 def _start_again_if_asked(job: Job, done: int) -> None:

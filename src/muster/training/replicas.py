@@ -7,7 +7,6 @@ compared among themselves.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -69,7 +68,7 @@ def difference(mesh: Mesh, mine: Mapping[str, Hashes]) -> str | None:
         return None
     first = min(unequal)
     here = next((mine[part] for part, key in keys.items() if key == first), ())
-    return _words(values[first], mesh.gather((_place(mesh), here)))
+    return _words(values[first], mesh.gather((mesh.place, here)))
 
 
 def _words(values: Mapping[int, str], told: Sequence[tuple[str, Hashes]]) -> str:
@@ -100,8 +99,3 @@ def kind(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
-
-
-def _place(mesh: Mesh) -> str:
-    host = os.uname().nodename
-    return f"GPU {mesh.device.index} of {host}" if mesh.device.type == "cuda" else host

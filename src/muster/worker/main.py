@@ -33,6 +33,7 @@ from muster.launch.process import (
 from muster.observe import gather, heartbeat, stopping
 from muster.observe.logs import log_to_file
 from muster.parallel import mesh as meshes
+from muster.parallel.device_test import verify_device
 from muster.parallel.mesh import Mesh
 from muster.recipe.batch import settle_as
 from muster.recipe.load import from_resolved
@@ -73,6 +74,7 @@ def run_rank(
     heartbeat.measure(device.latest)
     job: Job | None = None
     try:
+        verify_device(mesh)
         job = prepare(recipe, mesh, run, task)
         results = finish(job, run, train(job))
     except BaseException as error:
