@@ -20,7 +20,7 @@ from fuzzing.outcome import BAD, DIED, HANG, Outcome
 from fuzzing.reader import READERS
 
 SCRATCH = Path(tempfile.gettempdir()) / f"muster-fuzz-{os.getpid()}"
-CHUNK = 200  # cases of a process: starting one takes a tenth of a second
+CHUNK = 50  # cases of a process: starting one takes a tenth of a second
 SHOWN = 400  # characters of a problem
 
 
@@ -50,13 +50,14 @@ class _Running:
 
 
 def every(names: list[str], cases: int, seed: int, workers: int) -> dict[str, Tally]:
-    """`cases` shared among the readers by their weights."""
+    """`cases` shared among the readers by their weights. Ctrl-C ends it with those that were read."""
     tallies = {name: Tally(seed) for name in names}
     whole = sum(READERS[name].weight for name in names)
-    waiting: deque[tuple[str, range]] = deque()
+    chunks: list[tuple[str, range]] = []
     for name in names:
         count = max(1, round(cases * READERS[name].weight / whole))
-        waiting += [(name, range(at, min(at + CHUNK, count))) for at in range(0, count, CHUNK)]
+        chunks += [(name, range(at, min(at + CHUNK, count))) for at in range(0, count, CHUNK)]
+    waiting = deque(sorted(chunks, key=lambda chunk: chunk[1].start))  # of all readers by turns
     running: dict[Connection, _Running] = {}
     numbers = iter(range(10**9))
     try:
@@ -71,6 +72,8 @@ def every(names: list[str], cases: int, seed: int, workers: int) -> dict[str, Ta
                 if time.monotonic() - one.heard > worker.WALL_S + 20:
                     os.killpg(one.process.pid, signal.SIGKILL)
                     _ended(pipe, running, tallies, waiting, HANG)
+    except KeyboardInterrupt:
+        pass
     finally:
         for one in running.values():
             one.process.kill()

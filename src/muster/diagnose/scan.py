@@ -17,6 +17,7 @@ from muster.printable import SEQUENCES
 
 MAX_GAP = 256  # lines after which a traceback without new lines has ended
 LONGEST = 16_000  # characters of a line
+REMEMBERED = 1024  # lines
 KEPT = 200  # exceptions, endings and lines of native code; the first ones matter
 
 NCCL_LINE = re.compile(r"^(?:\[[\d :-]+\] )?([\w.-]+):(\d+):\d+ \[-?\d+\] (.*)")
@@ -120,6 +121,7 @@ class Scan:
         self._root = False
         self._exit_code_line = 0  # line of the table's last exit code
         self._printer: int | None = None  # the rank whose lines the table is in
+        self._without: set[str] = set()  # lines that tell nothing by themselves
 
     def feed_block(self, block: str) -> None:
         """Complete lines; a block without a hint of a failure is only counted."""
@@ -148,8 +150,10 @@ class Scan:
         if self._open and self.lines % MAX_GAP == 0:
             recent = self.lines - MAX_GAP
             self._open = {key: one for key, one in self._open.items() if one.last > recent}
-        if not (self._open or self._summary is not None or suspicious(line)):
+        inside = bool(self._open) or self._summary is not None
+        if not inside and (line in self._without or not suspicious(line)):
             return
+        given, before = line, (len(self.native), len(self.endings))
         line = SEQUENCES.sub("", line.rstrip().rpartition("\r")[2][:LONGEST])[:4000]
         rank, text = split_prefix(line)
         if self._table(rank, text) or self._in_traceback(rank, text):
@@ -161,16 +165,21 @@ class Scan:
                 self._ranks[host, pid] = int(found[1])
             rank = self._ranks.get((host, pid), rank)
         rank = self._default if rank is None else rank
-        self._note_known(rank, text)
+        known = self._note_known(rank, text)
         self._note_ending(text)
         self._note_native(rank, host, text)
+        told = known or nccl or before != (len(self.native), len(self.endings))
+        if not (told or inside or self._open) and len(self._without) < REMEMBERED:
+            self._without.add(given[:LONGEST])
 
-    def _note_known(self, rank: int | None, text: str) -> None:
-        for known in match(text):
+    def _note_known(self, rank: int | None, text: str) -> bool:
+        found = match(text)
+        for known in found:
             if known.id in self.seen:
                 self.seen[known.id].count += 1
             else:
                 self.seen[known.id] = Seen(known, self.lines, rank, text)
+        return bool(found)
 
     def _note_native(self, rank: int | None, host: str | None, text: str) -> None:
         if len(self.native) >= KEPT:
