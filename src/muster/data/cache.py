@@ -127,7 +127,7 @@ def try_lock(descriptor: int, file: Path) -> bool:
 
 def index_paths(path: Path) -> list[Path]:
     """Beside the data first; else in the user's cache, named by a hash of the full path."""
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     beside = path.parent / ".muster-index" / f"{path.name}.json"
     elsewhere = cache_folder() / "index" / f"{path.stem}-{digest}.json"
     embedded = Path(__file__).resolve().parent.parent in path.resolve().parents

@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
         ) from None
-    except UnreadableError as error:
+    except (IsADirectoryError, UnreadableError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error})") from None
     if manifest.get("format") not in (FORMAT, SEALED):
         raise CheckpointError(
