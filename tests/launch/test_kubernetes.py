@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ import yaml
 
 from muster.cli import app
 from muster.errors import LaunchError, MusterError, RecipeError
-from muster.launch import kubernetes
+from muster.launch import cluster, kubernetes
 from muster.launch.job import ClusterJob
 from muster.recipe.load import from_resolved, load
 from muster.run_directory import Run
@@ -185,6 +188,69 @@ def test_pods_of_the_plain_job_find_the_first_one_by_name(tmp_path):
     assert asked["master_port"] == service["ports"][0]["port"] == 29500
 
 
+@pytest.mark.parametrize("version", ["1.31", VERSIONS[-1]])  # the first with successPolicy
+def test_an_elastic_job_has_a_pod_for_every_node_and_ends_with_node_0(tmp_path, version):
+    job = replace(make_job(tmp_path), nodes=4, least=2)
+    found = objects(job)
+    assert list(found) == ["ConfigMap", "NetworkPolicy", "Service", "Job"]
+    kubernetes_validate.validate(found["Job"], version, strict=True)
+    spec = found["Job"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["maxFailedIndexes"]) == (4, 4, 2)
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert spec["backoffLimitPerIndex"] == 3
+    for index in (0, 3):
+        asked = parsed(spec["template"]["spec"]["containers"][0]["command"], index)
+        node = cluster.node({}, asked["nodes"], asked["node_rank"], asked["master_addr"])
+        assert (node.least, node.nodes, node.rank) == (2, 4, index)
+
+
+def test_a_trainjob_is_not_elastic(tmp_path, kubectl):
+    job = replace(make_job(tmp_path, "kubernetes.kind=trainjob"), least=1)
+    with pytest.raises(RecipeError, match=r"--nodes is 1:2; set kubernetes\.kind=job"):
+        kubernetes.render(job)
+    kubectl.answers(config=CONTEXT, api_resources=OPERATOR)
+    kubernetes.submit(replace(make_job(tmp_path), least=1))
+    assert "kind: TrainJob" not in (tmp_path / job.name / "kubernetes.yaml").read_text()
+
+
+OWN = b"$(HOME) and 'quotes' of a secret"
+
+
+@both
+def test_pods_have_the_users_secret_by_reference_and_no_file_has_it(tmp_path, kubectl, kind):
+    kubectl.answers(config=CONTEXT)
+    job = replace(make_job(tmp_path, f"kubernetes.kind={kind}"), secret=OWN)
+    said = kubernetes.submit(job)
+    assert f"kubectl delete secret {job.name} --namespace default" in said
+    _, container = pod_of(job, kind)
+    (entry,) = [entry for entry in container["env"] if entry["name"] == "MUSTER_SECRET"]
+    wanted = {"name": job.name, "key": "MUSTER_SECRET"}
+    assert entry == {"name": "MUSTER_SECRET", "valueFrom": {"secretKeyRef": wanted}}
+    (document,) = kubectl.given()
+    kubernetes_validate.validate(document, VERSIONS[-1], strict=True)
+    assert (document["kind"], document["metadata"]["name"]) == ("Secret", job.name)
+    assert base64.b64decode(document["data"]["MUSTER_SECRET"]) == OWN
+    told = [*kubectl.heard(), said, repr(job)]
+    texts = [path.read_text() for path in job.run.rglob("*") if path.is_file()]
+    for sign in (OWN.decode(), document["data"]["MUSTER_SECRET"]):
+        assert not any(sign in str(text) for text in (*told, *texts))
+
+
+def test_without_kubectl_the_secret_is_made_by_a_command_that_does_not_show_it(tmp_path, kubectl):
+    job = replace(make_job(tmp_path), secret=OWN)
+    command = kubernetes.submit(job).partition("start it with: ")[2]
+    kubectl.answers()
+    shell = {"PATH": os.environ["PATH"], "MUSTER_SECRET": OWN.decode()}
+    subprocess.run(["/bin/sh", "-ec", command], env=shell, check=True)
+    create, apply = kubectl.heard(last=0)
+    assert create == [
+        *("create", "secret", "generic", job.name, "--namespace", "default"),
+        f"--from-literal=MUSTER_SECRET={OWN.decode()}",
+    ]
+    assert apply == ["apply", "-f", str(job.run / "kubernetes.yaml")]
+    assert OWN.decode() not in command
+
+
 def test_a_trainjob_leaves_nodes_and_addresses_to_kubeflow(tmp_path):
     job = make_job(tmp_path, "kubernetes.runtime=our-torch")
     spec = objects(job, "trainjob")["TrainJob"]["spec"]
@@ -292,7 +358,10 @@ said = sys.argv[1:]
 with open({calls!r}, "a") as file:
     file.write(json.dumps(said) + "\\n")
 code, out, err = {answers!r}.get(said[0], (0, "", ""))
-if said[0] == "apply" and not (code or out):
+if said[0] == "apply" and said[2] == "-":
+    with open({calls!r} + ".given", "a") as file:
+        file.write(sys.stdin.read() + "\\n")
+elif said[0] == "apply" and not (code or out):
     for part in yaml.safe_load_all(open(said[2])):
         group = part["apiVersion"].partition("/")[0] if "/" in part["apiVersion"] else ""
         kind = part["kind"].lower() + ("." + group if group else "")
@@ -326,9 +395,16 @@ class Kubectl:
         )
         program.chmod(0o755)
 
-    def heard(self) -> list[list[str]]:
+    def heard(self, last: int = 1) -> list[list[str]]:
+        """Without the `last` words: the time limit."""
         text = self.calls.read_text() if self.calls.exists() else ""
-        return [json.loads(line)[:-1] for line in text.splitlines()]  # the last is the time limit
+        words = [json.loads(line) for line in text.splitlines()]
+        return [w[: len(w) - last] for w in words]
+
+    def given(self) -> list[dict[str, Any]]:
+        """What was to be applied, and in no file."""
+        lines = Path(f"{self.calls}.given").read_text().splitlines()
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture

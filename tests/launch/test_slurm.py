@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 import slurm as one_machine
@@ -124,6 +128,30 @@ class TestScript:
             slurm.submit(job(tmp_path / "r"))
         assert (tmp_path / "r" / "job.sbatch").read_text().startswith("#!/bin/bash")
 
+    def test_an_elastic_job_takes_what_there_is_and_outlives_a_node(self, tmp_path):
+        one = replace(job(tmp_path / "it's" / "r", nodes=4, ranks=2), least=2)
+        text = slurm.render(one)
+        for option in ("nodes=2-4", "no-kill"):
+            assert f"#SBATCH --{option}\n" in text
+        assert "#SBATCH --ntasks" not in text  # SLURM would take the fewest nodes
+        assert "--no-kill --kill-on-bad-exit=0 --wait=0" in text
+        assert text.endswith(f"-m muster.launch.local {shlex.quote(str(one.run))} 2 --nodes 2:4\n")
+        shell = "MASTER_ADDR=node1 MASTER_PORT=20007\n"
+        shell += next(line for line in text.splitlines() if line.startswith("echo "))
+        said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+        words = shlex.split(said.stdout.partition(": ")[2])
+        assert words[:5] == ["muster", "train", str(one.run), "--gpus", "2"]
+        assert words[5:] == [
+            *("--nodes", "2:4"),
+            *("--master-addr", "node1"),
+            *("--master-port", "20007"),
+        ]
+
+    def test_without_a_supervisor_on_each_node_no_job_is_elastic(self, tmp_path):
+        one = replace(job(tmp_path / "r", "slurm.tasks=gpu", nodes=4), least=2)
+        with pytest.raises(RecipeError, match=r"--nodes 2:4 needs .* set slurm\.tasks=node"):
+            slurm.render(one)
+
 
 class TestRecipe:
     @pytest.mark.parametrize(
@@ -131,6 +159,7 @@ class TestRecipe:
         [
             ('options=["--gpus-per-task=1"]', "must see its peers' GPUs"),
             ('options=["-N 4"]', "say --nodes"),
+            ('options=["--no-kill"]', "say --nodes MIN:MAX"),
             ('options=["exclusive"]', "expected one sbatch option"),
             ("time=tomorrow", "write 24:00:00"),
             ("time=1440", "in quotes"),
@@ -211,9 +240,53 @@ def test_an_interrupted_run_saves_is_queued_again_and_ends_at_the_same_losses(
     assert restarts(cluster, run) == 1
     if steps:  # earlier, SLURM may preempt the job before its script listens
         assert f"requeueing job {number}" in (run.path / f"slurm-{number}.log").read_text()
-    resumed = [e["step"] for e in read_lines(run.path / "events.jsonl") if e["event"] == "resumed"]
+    resumed = [event["step"] for event in of_kind(run, "resumed")]
     assert resumed or not steps, "it did not save before it went"
     assert losses(run) == [line["loss"] for line in undisturbed(2)]
+
+
+def of_kind(run: Run, name: str) -> list[dict]:
+    return [e for e in read_lines(run.path / "events.jsonl") if e["event"] == name]
+
+
+def end_all_on(node: str) -> None:
+    """Its slurmstepd, tasks and ranks, as when its power fails."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("SLURMD_NODENAME") == node:
+                process.kill()
+
+
+@pytest.mark.guides
+def test_an_elastic_run_outlives_a_node_and_takes_in_one_of_another_job(
+    cluster, recipe, undisturbed, tmp_path
+):
+    slow = slow_steps(tmp_path, 0.5)
+    keys = ["training.steps=40", "checkpoint.every_steps=4"]
+    one = replace(job(tmp_path / "r", *keys, recipe=recipe), environment=slow, least=1)
+    run = Run(one.run)
+    number = slurm.submit(one)
+    until(lambda: run.info().get("nodes") == ["node1", "node2"], run)
+    before = of_kind(run, "world")
+    reached = len(losses(run))
+    until(lambda: len(losses(run)) >= reached + 2, run)
+    try:
+        end_all_on("node2")
+        cluster("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+        until(lambda: len(of_kind(run, "world")) > len(before), run)
+    finally:
+        cluster("scontrol", "update", "NodeName=node2", "State=RESUME")
+    said = (run.path / f"slurm-{number}.log").read_text()
+    command = re.search(r"a node of another job joins with: muster (.*)", said)[1]
+    further = f"{sys.executable} -m muster {command}"
+    where = [f"--output={tmp_path}/further.log", "--nodes=1", "--nodelist=node2"]
+    cluster("env", *(f"{k}={v}" for k, v in slow.items()), "sbatch", *where, "--wrap", further)
+    follow(run)
+    assert run.state() == "finished", run.info()
+    assert restarts(cluster, run) == 0
+    hosts = [event["hosts"] for event in of_kind(run, "world")[len(before) :]]
+    assert hosts == [["node1"], ["node1", "node2"]], (tmp_path / "further.log").read_text()
+    assert losses(run) == pytest.approx([line["loss"] for line in undisturbed(1)], rel=1e-5)
 
 
 @pytest.mark.full

@@ -291,6 +291,10 @@ def rank_count(
     """Ranks on each machine; what a cluster's machines offer is not known here."""
     if asked == "all" and elsewhere:
         raise LaunchError("--gpus all: say how many GPUs each node has, as in --gpus 8")
+    if elsewhere and ":" in str(asked):
+        raise LaunchError(
+            f"--gpus {asked}: a scheduler gives each node a fixed number of GPUs; give one number. --nodes may be MIN:MAX"
+        )
     if asked not in (None, "all") and not (str(asked).isdigit() and int(asked) > 0):
         raise LaunchError(f"--gpus: got {asked!r}, expected a whole number above 0, or all")
     wanted: int | Literal["all", "auto"] = recipe.distributed.devices

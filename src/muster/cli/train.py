@@ -13,6 +13,7 @@ from rich.text import Text
 
 from muster.api.train import (
     Started,
+    least_world,
     rank_count,
     resolve,
     start,
@@ -242,30 +243,29 @@ def _submit(
 ) -> None:
     """Hand the run over to a scheduler. Ranks are GPUs there, unless the recipe asks for gloo."""
     from muster.hardware import inventory
-    from muster.launch import cluster, kubernetes, slurm
+    from muster.launch import cluster, kubernetes, secret, slurm
     from muster.launch.job import ClusterJob
     from muster.observe.console import events_to_come
     from muster.parallel.layout import layout_for
     from muster.recipe.batch import solve
 
     least, nodes = cluster.count_range("--nodes", asked_nodes)
-    if least is not None:
-        raise LaunchError(
-            f"--nodes {asked_nodes}: a job of --on {on} takes a fixed number of nodes so far; give --nodes {nodes}"
-        )
     existing, recipe = resolve(source, changes, console=console)
     ranks = rank_count(recipe, asked, inventory.detect(), elsewhere=True)
-    layout = layout_for(recipe.distributed, ranks * nodes, local_world=ranks)
+    world = ranks * nodes if least is None else least_world(recipe, least, ranks)
+    layout = layout_for(recipe.distributed, world, local_world=ranks)
     solve(recipe.training, layout.data_ranks)
     recipe = settle_task(recipe)
-    if on == "kubernetes":
-        kubernetes.check(recipe, nodes)
+    scheduler = kubernetes if on == "kubernetes" else slurm
+    scheduler.check(recipe, nodes, least)
     shown_on = console if on == "slurm" else None
     run, claim, recipe = open_run(recipe, ranks * nodes, ranks, existing, name, shown_on)
     claim.close()  # whoever the scheduler starts claims it
     gpus = recipe.distributed.backend != "gloo"
     given = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "GLOO_"))}
-    job = ClusterJob(run.path.resolve(), recipe, nodes, ranks, gpus, given)
+    own = secret.from_environment()
+    where = run.path.resolve()
+    job = ClusterJob(where, recipe, nodes, ranks, gpus, given, least=least, secret=own)
     if on == "kubernetes":
         console.print(kubernetes.submit(job), soft_wrap=True)
         return

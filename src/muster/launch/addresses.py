@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import socket
 import time
@@ -14,7 +15,10 @@ from muster.errors import LaunchError
 from muster.hardware import rehearsal
 from muster.launch.cluster import Node
 
-POD_NAMES_S = 60.0
+log = logging.getLogger(__name__)
+
+POD_NAMES_S = 600.0  # until a pod has a machine, and its image is there
+TOLD_S = 10.0
 
 
 def check(node: Node) -> None:
@@ -72,13 +76,17 @@ def own_addresses() -> list[str]:
 
 def resolve(address: str) -> str:
     """Its IP address. In Kubernetes a pod's name does not resolve before the pod has been up for a while."""
-    end = time.monotonic() + (POD_NAMES_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
+    begun, told = time.monotonic(), False
+    end = begun + (POD_NAMES_S if "KUBERNETES_SERVICE_HOST" in os.environ else 0.0)
     while True:
         try:
             return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             problem = error
-        if time.monotonic() < end:
+        if (now := time.monotonic()) < end:
+            if not told and now > begun + TOLD_S:
+                told = True
+                log.warning("%s has no address yet; waiting for its pod to start", address)
             time.sleep(0.5)
             continue
         raise LaunchError(

@@ -24,6 +24,8 @@ class ClusterJob:
     gpus: bool  # each rank has a GPU; else ranks compute on the CPU
     environment: dict[str, str] = field(default_factory=dict)  # for every rank
     python: str = sys.executable
+    least: int | None = None  # of an elastic run: so many nodes are enough, and `nodes` the most
+    secret: bytes | None = field(default=None, repr=False)  # the user's own, from MUSTER_SECRET
 
     def __post_init__(self) -> None:
         """A shell and a scheduler read these names."""
@@ -34,6 +36,11 @@ class ClusterJob:
                     f"the environment variable {in_one_line(name)!r} cannot be handed to ranks: names have "
                     "letters, digits and _ only; unset it"
                 )
+
+    @property
+    def asked_nodes(self) -> str:
+        """For --nodes."""
+        return str(self.nodes) if self.least is None else f"{self.least}:{self.nodes}"
 
     @property
     def name(self) -> str:

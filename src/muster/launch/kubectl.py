@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from muster.errors import LaunchError
 
@@ -47,10 +50,17 @@ def apply(path: Path) -> None:
         )
 
 
-def _kubectl(*arguments: str) -> subprocess.CompletedProcess[str]:
+def apply_secret(document: Mapping[str, Any]) -> None:
+    """Not from a file, so that it is on no disk of this machine's."""
+    done = _kubectl("apply", "-f", "-", given=json.dumps(document))
+    if done.returncode != 0:
+        raise LaunchError(f"kubectl apply refused the Secret of the run: {_reason(done)}; fix that")
+
+
+def _kubectl(*arguments: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
     command = ["kubectl", *arguments, "--request-timeout=30s"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError(
             f"`{' '.join(command)}` has not answered for {LIMIT_S} s; is the cluster reachable?"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 
 from muster.errors import LaunchError, RecipeError
-from muster.launch import kubectl
+from muster.launch import kubectl, kubernetes_pod, secret
 from muster.launch.cluster import PORT
 from muster.launch.job import ClusterJob
 from muster.recipe.describe import to_yaml
@@ -28,18 +28,13 @@ Kind = Literal["trainjob", "job"]
 Document = dict[str, Any]
 
 CONTAINER = "node"  # what Kubeflow's runtimes call the container, and the job, that train
-RECIPE_FOLDER = "/etc/muster"
 KEPT_S = 7 * 24 * 3600  # an ended job and its logs
 NAME_LENGTH = 40  # with -node-0-12-x7k2p still within the 63 of a host name
-
-# Kubeflow sets the PET_ ones and refuses them from others; all of them would contradict the command.
-TAKEN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-GPU_ENVIRONMENT = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def render(job: ClusterJob, kind: Kind | None = None) -> str:
     """The job as YAML; the same job gives the same text. Without `kind` the recipe's, or a plain job."""
-    check(job.recipe, job.nodes)
+    check(job.recipe, job.nodes, job.least)
     kind = kind or _kind(job, ask=False)
     objects = [_train_job(job)] if kind == "trainjob" else [_service(job), _indexed_job(job)]
     objects = [_network_policy(job, kind), *objects]
@@ -52,7 +47,7 @@ def render(job: ClusterJob, kind: Kind | None = None) -> str:
 def submit(job: ClusterJob) -> str:
     """Write the YAML into the run directory, and apply it where kubectl has a context; returns what to do
     next."""
-    check(job.recipe, job.nodes)
+    check(job.recipe, job.nodes, job.least)
     context, path = kubectl.context(), job.run / "kubernetes.yaml"
     kind = _kind(job, ask=context is not None)
     write(path, render(job, kind))
@@ -61,11 +56,13 @@ def submit(job: ClusterJob) -> str:
         run.update(state="stopped", ended=time.time())  # until someone applies it
         return (
             f"wrote {path}; there is no kubectl with a current context here: where there is one, "
-            f"start it with: kubectl apply -f {path}"
+            f"start it with: {_create_secret(job)}kubectl apply -f {path}"
         )
     # before `apply`: the pods may read run.json at once
     run.update(state="queued", failure=None, ended=None, exit_code=None)
     try:
+        if job.secret:
+            kubectl.apply_secret(kubernetes_pod.secret_of(job, _metadata(job)))
         kubectl.apply(path)
     except LaunchError:
         run.update(
@@ -77,13 +74,25 @@ def submit(job: ClusterJob) -> str:
         f"{kind} {name} in namespace {space} of {context}\n"
         f"follow it: kubectl logs --follow --namespace {space} --selector {'='.join(_selector(name, kind))}\n"
         f"end it:    kubectl delete -f {path}"
+        + (f" && kubectl delete secret {name} --namespace {space}" if job.secret else "")
     )
+
+
+def _create_secret(job: ClusterJob) -> str:
+    """The command without the value, which the shell takes from its own environment."""
+    if not job.secret:
+        return ""
+    where = f"{object_name(job.name)} --namespace {job.recipe.kubernetes.namespace}"
+    value = f'--from-literal={secret.VARIABLE}="${secret.VARIABLE}"'
+    return f"kubectl create secret generic {where} {value} && "
 
 
 def _kind(job: ClusterJob, ask: bool) -> Kind:
     asked = job.recipe.kubernetes.kind
     if asked != "auto":
         return asked
+    if job.least is not None:
+        return "job"
     return "trainjob" if ask and kubectl.has_operator() else "job"
 
 
@@ -98,11 +107,16 @@ def object_name(run: str) -> str:
     return f"{name[: NAME_LENGTH - 7].rstrip('-')}-{digits}"
 
 
-def check(recipe: Recipe, nodes: int) -> None:
+def check(recipe: Recipe, nodes: int, least: int | None = None) -> None:
     """Refuse what the cluster would report only later, or not at all."""
     options, runs = recipe.kubernetes, PurePosixPath(recipe.logging.dir)
     if not options.image:
         raise RecipeError("kubernetes.image: a pod needs one; give an image that has muster in it")
+    if least is not None and options.kind == "trainjob":
+        raise RecipeError(
+            f"kubernetes.kind: a TrainJob has a fixed number of nodes, and --nodes is {least}:{nodes}; set "
+            "kubernetes.kind=job"
+        )
     if nodes > 1 and not options.volume_claim:
         raise RecipeError(
             f"kubernetes.volume_claim: {nodes} nodes write one run; give a PersistentVolumeClaim that "
@@ -120,7 +134,7 @@ def _command(job: ClusterJob, *more: str) -> list[str]:
     return [
         "env",
         f"--chdir={job.recipe.kubernetes.mount_path}",
-        *("muster", "train", f"{RECIPE_FOLDER}/recipe.yaml"),
+        *("muster", "train", f"{kubernetes_pod.RECIPE_FOLDER}/recipe.yaml"),
         *("--run", job.name, "--gpus", str(job.ranks)),
         *more,
     ]
@@ -160,22 +174,22 @@ def _network_policy(job: ClusterJob, kind: Kind) -> Document:
 
 def _indexed_job(job: ClusterJob) -> Document:
     options, name = job.recipe.kubernetes, object_name(job.name)
-    nodes = ["--nodes", str(job.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)"]
+    nodes = ["--nodes", job.asked_nodes, "--node-rank", "$(JOB_COMPLETION_INDEX)"]
     master = f"{name}-0.{name}.{options.namespace}.svc"
     container = {
         "name": CONTAINER,
         "image": options.image,
         "command": _command(job, *nodes, "--master-addr", master, "--master-port", str(PORT)),
-        "env": _environment(job),
-        "resources": _resources(job),
-        "securityContext": _container_security(job),
-        "volumeMounts": _mounts(job),
+        "env": kubernetes_pod.environment(job, object_name(job.name)),
+        "resources": kubernetes_pod.resources(job),
+        "securityContext": kubernetes_pod.container_security(job),
+        "volumeMounts": kubernetes_pod.mounts(job),
     }
     pod = {
         "restartPolicy": "Never",
         "subdomain": name,
         "automountServiceAccountToken": False,
-        **_pod(job),
+        **kubernetes_pod.spec(job, object_name(job.name)),
         "containers": [container],
     }
     spec = {
@@ -183,12 +197,18 @@ def _indexed_job(job: ClusterJob) -> Document:
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimitPerIndex": options.restarts,
-        "maxFailedIndexes": 0,  # a run needs all of its nodes
+        "maxFailedIndexes": job.nodes - (job.least or job.nodes),
+        **(_ends_with_node_0() if job.least else {}),
         "podFailurePolicy": _failure_policy(),
         "ttlSecondsAfterFinished": KEPT_S,
         "template": {"metadata": {"labels": _labels(job)}, "spec": pod},
     }
     return _object(job, "batch/v1", "Job", spec=spec)
+
+
+def _ends_with_node_0() -> Document:
+    """The run's end is node 0's; pods that still wait then, for a machine or for their part, are removed."""
+    return {"successPolicy": {"rules": [{"succeededIndexes": "0"}]}}
 
 
 def _failure_policy() -> Document:
@@ -211,17 +231,26 @@ def _train_job(job: ClusterJob) -> Document:
         "numNodes": job.nodes,
         "numProcPerNode": job.ranks,
         "command": _command(job),
-        "env": _environment(job),
-        "resourcesPerNode": _resources(job),
+        "env": kubernetes_pod.environment(job, object_name(job.name)),
+        "resourcesPerNode": kubernetes_pod.resources(job),
     }
     container = {
         "name": CONTAINER,
-        "volumeMounts": _mounts(job),
-        "securityContext": _container_security(job),
+        "volumeMounts": kubernetes_pod.mounts(job),
+        "securityContext": kubernetes_pod.container_security(job),
     }
     pods = {
         "name": CONTAINER,
-        "template": {"spec": {"template": {"spec": {**_pod(job), "containers": [container]}}}},
+        "template": {
+            "spec": {
+                "template": {
+                    "spec": {
+                        **kubernetes_pod.spec(job, object_name(job.name)),
+                        "containers": [container],
+                    }
+                }
+            }
+        },
     }
     patch = {
         "manager": "muster",
@@ -236,12 +265,15 @@ def _train_job(job: ClusterJob) -> Document:
 
 
 def _object(job: ClusterJob, version: str, kind: str, **content: Document) -> Document:
-    metadata = {
+    return {"apiVersion": version, "kind": kind, "metadata": _metadata(job), **content}
+
+
+def _metadata(job: ClusterJob) -> Document:
+    return {
         "name": object_name(job.name),
         "namespace": job.recipe.kubernetes.namespace,
         "labels": _labels(job),
     }
-    return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
 
 def _labels(job: ClusterJob) -> dict[str, str]:
@@ -255,70 +287,6 @@ def _selector(name: str, kind: Kind) -> tuple[str, str]:
     """The label that all pods of the job have, and its value."""
     label = "jobset.sigs.k8s.io/jobset-name" if kind == "trainjob" else "app.kubernetes.io/instance"
     return label, name
-
-
-def _environment(job: ClusterJob) -> list[Document]:
-    """A user without an entry in the image's /etc/passwd has neither a name nor a home directory; torch's
-    caches need the one, other caches the other."""
-    taken = sorted(n for n in job.environment if n in TAKEN or n.startswith("PET_"))
-    if taken:
-        raise LaunchError(f"{', '.join(taken)} cannot be given: the job sets its own; unset it")
-    values = {
-        "HOME": job.recipe.kubernetes.mount_path,
-        "USER": "muster",
-        **(GPU_ENVIRONMENT if job.gpus else {}),
-        **job.environment,
-    }
-    # Kubernetes puts other variables in place of $(NAME), and $ in place of $$.
-    return [{"name": n, "value": v.replace("$", "$$")} for n, v in sorted(values.items())]
-
-
-def _resources(job: ClusterJob) -> Document:
-    """Limits equal requests: such a pod is the last to be evicted, and its ranks see their cores."""
-    options = job.recipe.kubernetes
-    amounts = {"cpu": str(options.cpus), "memory": options.memory}
-    if job.gpus:
-        amounts[options.gpu_resource] = str(job.ranks)
-    if options.infiniband:
-        amounts[options.infiniband] = "1"
-    return {"requests": amounts, "limits": dict(amounts)}
-
-
-def _pod(job: ClusterJob) -> Document:
-    options = job.recipe.kubernetes
-    claim = {"persistentVolumeClaim": {"claimName": options.volume_claim}}
-    memory = {"medium": "Memory", "sizeLimit": options.shared_memory}
-    return {
-        "terminationGracePeriodSeconds": options.grace_s,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": options.user,
-            "runAsGroup": options.user,
-            "fsGroup": options.user,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumes": [
-            {"name": "recipe", "configMap": {"name": object_name(job.name)}},
-            {"name": "shared-memory", "emptyDir": memory},
-            {"name": "workspace", **(claim if options.volume_claim else {"emptyDir": {}})},
-        ],
-    }
-
-
-def _mounts(job: ClusterJob) -> list[Document]:
-    return [
-        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},
-        {"name": "workspace", "mountPath": job.recipe.kubernetes.mount_path},
-    ]
-
-
-def _container_security(job: ClusterJob) -> Document:
-    capabilities = {"drop": ["ALL"]}
-    if job.recipe.kubernetes.infiniband:
-        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins its buffers
-    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
 
 
 class _Dumper(yaml.SafeDumper):

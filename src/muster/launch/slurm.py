@@ -14,8 +14,9 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from muster.errors import LaunchError
+from muster.errors import LaunchError, RecipeError
 from muster.launch.job import ClusterJob
+from muster.recipe.schema import Recipe
 from muster.run_directory import ENDED, Run
 from muster.writing import write
 
@@ -73,17 +74,20 @@ ENDS = {
 
 def render(job: ClusterJob) -> str:
     """The sbatch script; the same job gives the same text."""
+    check(job.recipe, job.nodes, job.least)
     options = job.recipe.slurm
     folder, python = shlex.quote(str(job.run)), shlex.quote(job.python)
     if options.tasks == "node":
         tasks, worker = 1, f"{python} -m muster.launch.local {folder} {job.ranks}"
+        worker += f" --nodes {job.asked_nodes}" if job.least else ""
     else:
         tasks, worker = job.ranks, f"{python} -m muster.worker {folder}"
     cpus = options.cpus_per_rank * job.ranks // tasks
     # srun takes no --cpus-per-task from sbatch since 22.05. GPUs are asked for by node alone, so that
     # each task sees all of them: NCCL cannot reach a peer that --gpus-per-task hides, and with
     # --gpu-bind=none SLURM leaves CUDA_VISIBLE_DEVICES out, and other jobs' GPUs in.
-    srun = f"srun --ntasks-per-node={tasks} --cpus-per-task={cpus} --kill-on-bad-exit=1"
+    ends = "--no-kill --kill-on-bad-exit=0 --wait=0" if job.least else "--kill-on-bad-exit=1"
+    srun = f"srun --ntasks-per-node={tasks} --cpus-per-task={cpus} {ends}"
     lines = [
         "#!/bin/bash",
         f"# Run {job.name}, written by muster train --on slurm.",
@@ -98,8 +102,20 @@ def render(job: ClusterJob) -> str:
             'MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}',
             "export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
         ]
+    if job.least:
+        words = f"a node of another job joins with: muster train {folder} --gpus {job.ranks}"
+        words = shlex.quote(f"{words} --nodes {job.asked_nodes} --master-addr")
+        lines.append(f'echo {words} "$MASTER_ADDR" --master-port "$MASTER_PORT"')
     lines.append(f"exec {python} -m muster.launch.slurm_job {folder} \\\n  {srun} \\\n  {worker}")
     return "\n".join(lines) + "\n"
+
+
+def check(recipe: Recipe, nodes: int, least: int | None) -> None:
+    if least is not None and recipe.slurm.tasks == "gpu":
+        raise RecipeError(
+            f"slurm.tasks: --nodes {least}:{nodes} needs a supervisor on each node, which starts its ranks again "
+            "when nodes come and go; set slurm.tasks=node"
+        )
 
 
 def _directives(job: ClusterJob, tasks: int, cpus: int) -> list[str]:
@@ -111,8 +127,9 @@ def _directives(job: ClusterJob, tasks: int, cpus: int) -> list[str]:
         )
     lines = [
         f"--job-name={_quoted(job.name)}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={tasks}",
+        f"--nodes={job.asked_nodes.replace(':', '-')}",
+        # With a number of tasks for each node, SLURM takes the fewest nodes of a range, not the most.
+        "--no-kill" if job.least else f"--ntasks-per-node={tasks}",
         f"--cpus-per-task={cpus}",
     ]
     if job.gpus and not any(re.match("--(gres=|gpus)", option) for option in options.options):

@@ -82,6 +82,7 @@ SET_BY_MUSTER = {
     **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "say --gpus, or set slurm.tasks"),
     **dict.fromkeys(("--cpus-per-task", "-c", "--cpus-per-gpu"), "set slurm.cpus_per_rank"),
     **dict.fromkeys(("--signal",), "set slurm.signal_s"),
+    **dict.fromkeys(("--no-kill", "-k"), "say --nodes MIN:MAX to muster train"),
     **dict.fromkeys(("--requeue", "--no-requeue"), "set slurm.requeue"),
     **dict.fromkeys(("--partition", "-p"), "set slurm.partition"),
     **dict.fromkeys(("--account", "-A"), "set slurm.account"),
