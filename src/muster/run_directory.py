@@ -93,8 +93,8 @@ class Run:
         heartbeat.clear(self.path)
         for folder in (self.path, self.path / "ranks"):
             writing.remove_abandoned(folder)
-        for path in (self.path / "ranks").glob("*.error.json"):
-            path.unlink()
+        for path in (self.path / "ranks").glob(shapes.ERROR_REPORTS):
+            path.unlink(missing_ok=True)
 
     def claim(self) -> TextIOWrapper:
         """Become the run's one owner, until the file that is returned is closed in every process that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,32 @@ def test_when_all_ranks_arrived_it_is_the_network(tmp_path, nccl):
 def test_what_an_earlier_attempt_wrote_is_cleared_away(tmp_path):
     (tmp_path / "ranks").mkdir()
     written = ["0.stall.json", "1.stacks.txt", "1.flight.json", "0.heartbeat.json", "stalled"]
+    written.append("stalled-0a1b2c3d")
     for name in (*written, "0.log"):
         (tmp_path / "ranks" / name).touch()
     heartbeat.clear(tmp_path)
     assert [p.name for p in (tmp_path / "ranks").iterdir()] == ["0.log"]
+
+
+def test_ranks_of_another_attempt_call_nobody_and_blame_nobody(tmp_path, monkeypatch):
+    """Those of a node that was taken for lost may still run, and stall."""
+    monkeypatch.setattr(heartbeat, "TICK_S", 1000.0)
+    heartbeat.start(tmp_path, 0, 1000.0, attempt="new")
+    for name in ("stalled", "stalled-old"):
+        (tmp_path / "ranks" / name).touch()
+    assert heartbeat._active._why_to_exit() is None
+    (tmp_path / "ranks" / "stalled-new").touch()
+    assert heartbeat._active._why_to_exit() == "called"
+    (tmp_path / "ranks" / "stalled-new").unlink()
+    lost = RuntimeError("gloo: connection closed by peer")
+    reporting = threading.Thread(
+        target=heartbeat.failed, args=(lost,)
+    )  # it ignores no signal there
+    reporting.start()
+    reporting.join()
+    heartbeat.stop()
+    assert analyse(tmp_path, 1, "new") is not None
+    assert analyse(tmp_path, 1, "newer") is None
 
 
 def test_a_sign_of_life_shows_the_step_and_the_phase(tmp_path):

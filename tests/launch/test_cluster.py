@@ -9,7 +9,7 @@ from muster.errors import LaunchError
 from muster.hardware.inventory import Cpus, Gpu, Inventory
 from muster.launch import cluster
 from muster.launch.cluster import PORT, Node, RankInfo, detect, hostnames, node
-from muster.launch.process import set_up_process
+from muster.launch.process import leave_torchruns_folder, set_up_process
 
 TORCHRUN = {
     "RANK": "5",
@@ -250,3 +250,23 @@ def test_an_address_of_ones_own_decides_who_is_node_0_also_under_srun(monkeypatc
     assert node(task, "1:2").rank == 1
     found = node(task, "1:2", address="10.0.0.9", port=4000)
     assert (found.rank, found.address, found.port) == (rank, "10.0.0.9", 4000)
+
+
+def test_the_last_rank_to_leave_removes_the_folder_that_torchrun_made(tmp_path, monkeypatch):
+    attempt = tmp_path / "torchelastic_ab12" / "run_cd34" / "attempt_0"
+    ranks = [attempt / "0", attempt / "1"]
+    for rank in ranks:
+        rank.mkdir(parents=True)
+    (ranks[1] / "error.json").touch()
+    for rank in ranks:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(rank / "error.json"))
+        leave_torchruns_folder()
+    assert [place.name for place in attempt.iterdir()] == ["1"]  # there is something in it
+    (ranks[1] / "error.json").unlink()
+    leave_torchruns_folder()
+    assert list(tmp_path.iterdir()) == []
+    given = tmp_path / "logs" / "run_cd34" / "attempt_0" / "0"
+    given.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(given / "error.json"))
+    leave_torchruns_folder()
+    assert given.is_dir()  # the user's --log-dir

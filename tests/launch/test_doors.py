@@ -64,13 +64,18 @@ def as_alone(undisturbed) -> object:
     ],
 )
 def test_ranks_that_someone_else_started_train_alike(undisturbed, recipe, tmp_path, command, env):
-    """New interpreters, as each launcher starts them."""
+    """New interpreters, as each launcher starts them. torchrun's folder for its ranks is not left behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    if "torchrun" in command:
+        env = {**env, "TMPDIR": str(temporary)}
     process = start([*command, "train", recipe], tmp_path, real=True, env=env)
     said = process.communicate(timeout=200)[0]
     assert process.returncode == 0, said
     assert the_run(tmp_path).state() == "finished"
     assert the_run(tmp_path).info()["ranks"] == 2
     assert said_of(tmp_path) == as_alone(undisturbed)
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.guides

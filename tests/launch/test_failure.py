@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 
 from muster.errors import LaunchError
-from muster.launch import failure
+from muster.launch import cluster, failure, secret
+from muster.launch.process import record_error
 from muster.observe.failure import failure_panel
+from muster.run_directory import Run
 
 
 def leave(folder: Path, rank: int, time: float, expected: bool, message: str) -> None:
@@ -50,6 +52,33 @@ def test_the_earliest_trace_counts_and_not_the_last(tmp_path):
     leave(tmp_path, 0, 2.0, False, "connection closed by peer")
     leave(tmp_path, 1, 1.0, False, "boom")
     assert failure.collect(tmp_path, {0: 1, 1: 1}, 2)["what"] == "Rank 1: E: boom"
+
+
+def test_what_ranks_of_another_attempt_say_does_not_count(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    for attempt, words in (("", "none"), ("0ld", "old"), ("new", "new")):
+        record_error(tmp_path, 0, LaunchError(words), attempt)
+    assert failure.collect(tmp_path, {0: 1}, 1, attempt="new")["what"] == "new"
+    assert "no error report" in failure.collect(tmp_path, {0: 1}, 1, attempt="newer")["what"]
+    run = Run(tmp_path)
+    run.clear_error_reports()
+    assert "no error report" in failure.collect(tmp_path, {0: 1}, 1)["what"]
+
+
+def test_the_supervisor_and_its_ranks_name_an_attempt_alike(monkeypatch):
+    monkeypatch.setenv(secret.VARIABLE, "00" * 32)
+    found = {}
+    for number in (1, 2):
+        run_id = f"speech.{secret.start_name()}.{number}"
+        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": run_id}
+        env |= {"TORCHELASTIC_RESTART_COUNT": "0", "MASTER_ADDR": "node1", "MASTER_PORT": "1"}
+        found[number] = cluster.detect(env).attempt
+        assert found[number] == cluster.attempt_name(f"{run_id}/0")
+    assert len(set(found.values())) == 2
+    assert cluster.detect({}).attempt == ""
+    before = secret.start_name()
+    monkeypatch.setenv(secret.VARIABLE, "01" * 32)
+    assert secret.start_name() != before
 
 
 def test_an_abort_is_not_believed_before_the_words_of_a_rank(tmp_path):

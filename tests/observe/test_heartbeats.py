@@ -192,8 +192,22 @@ def test_the_collector_looks_for_a_stall_on_behalf_of_its_ranks(ranks, collector
     senders = [Sender(collector.address) for _ in range(3)]
     assert [sender.stalled() for sender in senders] == [None] * 3, "it has not answered yet"
     beats(senders, lambda: all(sender.stalled() is False for sender in senders))
-    (ranks / heartbeats.STALL_FILE).touch()
+    heartbeats.stall_file(ranks, "").touch()
     beats(senders, lambda: all(sender.stalled() for sender in senders))
+
+
+def test_a_stall_of_another_attempt_is_not_told(ranks):
+    collector = gather.Collector(ranks.parent, "0", "new")
+    sender = Sender(collector.address)
+    try:
+        heartbeats.stall_file(ranks, "old").touch()
+        beats([sender], lambda: sender.stalled() is not None)
+        assert sender.stalled() is False
+        heartbeats.stall_file(ranks, "new").touch()
+        beats([sender], sender.stalled)
+    finally:
+        sender.close()
+        collector.close()
 
 
 def test_a_rank_that_waits_long_is_told_of_those_on_other_nodes(ranks, collector):

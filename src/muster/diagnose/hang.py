@@ -58,10 +58,11 @@ class Hang:
     cure: str
 
 
-def analyse(folder: Path, world: int) -> Hang | None:
-    """None where no rank stalled or lost its peer, or where one raised an error of its own."""
+def analyse(folder: Path, world: int, attempt: str | None = None) -> Hang | None:
+    """None where no rank stalled or lost its peer, or where one raised an error of its own. With `attempt`, of
+    the reports of that one only."""
     heartbeats = read_heartbeats(folder / "ranks")
-    ranks = [read(folder / "ranks", rank, heartbeats) for rank in range(world)]
+    ranks = [read(folder / "ranks", rank, heartbeats, attempt) for rank in range(world)]
     own_failure = any(r.report.get("why") == "failed" and not r.report["lost"] for r in ranks)
     native = any(r.native and not r.crash for r in ranks)
     if own_failure or not (native or any(r.report for r in ranks)):

@@ -18,7 +18,7 @@ from muster.observe.heartbeats import read as read_heartbeats
 from muster.reading.shape import Kind, all_kept, kept
 
 STALL: Mapping[str, Kind] = {
-    **dict.fromkeys(("why", "phase", "host", "thread", "call"), "text"),
+    **dict.fromkeys(("why", "phase", "host", "thread", "call", "attempt"), "text"),
     **dict.fromkeys(("seconds", "time"), "finite"),
     **dict.fromkeys(("rank", "step"), "count"),
     "lost": "flag",
@@ -122,14 +122,21 @@ class RankState:
         return max(self.calls(group), default=0)
 
 
-def read(folder: Path, rank: int, heartbeats: Mapping[int, State] | None = None) -> RankState:
-    """`heartbeats`: of all ranks, if they are known."""
+def read(
+    folder: Path,
+    rank: int,
+    heartbeats: Mapping[int, State] | None = None,
+    attempt: str | None = None,
+) -> RankState:
+    """`heartbeats`: of all ranks, if they are known. A report of another `attempt` counts as none."""
     known = read_heartbeats(folder) if heartbeats is None else heartbeats
-    flight = shapes.document(folder / f"{rank}.flight.json")
+    report = _stall(shapes.document(folder / f"{rank}.stall.json"))
+    other = attempt is not None and report.get("attempt", attempt) != attempt
+    report = {} if other else report
+    flight = {} if other else shapes.document(folder / f"{rank}.flight.json")
     told = all_kept(flight.get("entries"), ENTRY, *ENTRY_NEEDS)
     entries = [(_collective(e), bool(e.get("is_p2p"))) for e in told]
     messages = [c.name for c, message in entries if message and c.open]
-    report = _stall(shapes.document(folder / f"{rank}.stall.json"))
     native, crash = (None, None) if report else _fault(folder / f"{rank}.stacks.txt")
     return RankState(
         rank,

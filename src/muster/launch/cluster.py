@@ -6,11 +6,13 @@ Variables that contradict each other are refused by name.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from muster.errors import LaunchError
@@ -33,6 +35,11 @@ class RankInfo:
     agent: bool = False  # an elastic agent of torch's started this process and hosts the store
     store_prefix: str = ""  # another one for each restart
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT
+
+    @property
+    def attempt(self) -> str:
+        """In the names of what ranks say of a failure; "" without an agent, which starts them once."""
+        return attempt_name(self.store_prefix) if self.store_prefix.strip("/") else ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,10 @@ class Node:
     def label(self) -> str:
         """In the names of its files."""
         return os.uname().nodename if self.least and self.rank else str(self.rank)
+
+
+def attempt_name(store_prefix: str) -> str:
+    return hashlib.sha256(store_prefix.encode()).hexdigest()[:8]
 
 
 class Launcher(Protocol):
@@ -311,6 +322,12 @@ def slurm_node(env: Env) -> Node:
     address = env.get("MASTER_ADDR") or (hosts[0] if nodes > 1 else "127.0.0.1")
     rank = number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
     return Node(rank, nodes, address, _port(env, job))
+
+
+def torchruns_folder(env: Env) -> Path | None:
+    """Of this rank, in a folder that torchrun made for want of a --log-dir."""
+    own = Path(env.get("TORCHELASTIC_ERROR_FILE", "")).parent  # torchelastic_X/ID_Y/attempt_0/RANK
+    return own if own.parent.parent.parent.name.startswith("torchelastic_") else None
 
 
 def hostnames(text: str) -> list[str]:

@@ -23,10 +23,17 @@ OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 Failure = dict[str, Any]
 
 
-def collect(folder: Path, exit_codes: Mapping[int, int], world: int, oom_kills: int = 0) -> Failure:
+def collect(
+    folder: Path,
+    exit_codes: Mapping[int, int],
+    world: int,
+    oom_kills: int = 0,
+    attempt: str | None = None,
+) -> Failure:
     """The failure of a run whose ranks ended with `exit_codes`, as run.json keeps it.
 
-    `oom_kills` is the kernel's count before the ranks were started.
+    `oom_kills` is the kernel's count before the ranks were started. With `attempt`, what ranks of other attempts
+    say does not count: those of a node that was taken for lost may still run.
     """
     for rank, code in exit_codes.items():
         if code == AGAIN:
@@ -35,13 +42,13 @@ def collect(folder: Path, exit_codes: Mapping[int, int], world: int, oom_kills: 
     for rank, signal in killed.items():
         if signal != ABORT:
             return _killed(folder, rank, exit_codes[rank], signal, oom_kills)
-    errors = _error_reports(folder)
+    errors = _error_reports(folder, attempt)
     if not errors and (words := storage.problem(folder)):  # no rank could write a report
         rank, code = next(iter(exit_codes.items()), (0, 1))
         return _failure(rank, code, words, None, None)
     if errors and errors[0]["expected"]:
         return _from_error(errors[0])
-    found = hang.analyse(folder, world)  # None where a rank raised an error of its own
+    found = hang.analyse(folder, world, attempt)  # None where a rank raised an error of its own
     if found and (not killed or found.state == "mismatch"):
         return _hung(found, next(iter(exit_codes.values()), 1))
     if errors and not found:
@@ -82,10 +89,15 @@ def _killed(folder: Path, rank: int, code: int, signal: str, oom_kills: int) -> 
     return _failure(rank, code, what, cause, cure, signal=signal)
 
 
-def _error_reports(folder: Path) -> list[dict[str, Any]]:
+def report_name(rank: int | str, attempt: str) -> str:
+    return f"{rank}.error-{attempt}.json" if attempt else f"{rank}.error.json"
+
+
+def _error_reports(folder: Path, attempt: str | None) -> list[dict[str, Any]]:
     """The ranks' error reports: messages meant for the user first, then the earliest."""
+    names = shapes.ERROR_REPORTS if attempt is None else report_name("*", attempt)
     return sorted(
-        shapes.error_reports(folder / "ranks"),
+        shapes.error_reports(folder / "ranks", names),
         key=lambda error: (not error["expected"], error["time"]),
     )
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from muster.errors import AGAIN, LaunchError, MusterError
 from muster.launch import published
 from muster.launch import secret as run_secret
-from muster.launch.cluster import Node
+from muster.launch.cluster import Node, attempt_name
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
 from muster.launch.standby import Standby, wait_for_order
@@ -156,16 +156,17 @@ class Supervisor:
         from muster.launch.agent import run_ranks
 
         before = failure.count_oom_kills()
-        run_id = f"{self.run.name}.{self.nodes.attempt}"
+        run_id = f"{self.run.name}.{run_secret.start_name()}.{self.nodes.attempt}"
         command = ("-m", WORKER, str(self.run.path))
         node = self.nodes.node.rank  # in this attempt
         folder = self.run.path / "ranks" / f".torchelastic-{node}"
-        with collecting(self.run.path, str(node)):
+        attempt = attempt_name(f"{run_id}/0")  # as the ranks' own variables say it
+        with collecting(self.run.path, str(node), attempt):
             codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
         if not codes:
             return None
         self.nodes.report_failure()
-        return failure.collect(self.run.path, codes, self.world, before)
+        return failure.collect(self.run.path, codes, self.world, before, attempt)
 
     def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """Whether to restart, from the reports of all nodes."""

@@ -3,6 +3,7 @@ and error reports."""
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> list[environment.Varia
     bound, sharing = False, local_world
     if found.cpu and rank_info.launcher in ("srun", "mpirun"):  # they may bind each rank themselves
         bound, sharing = found.cpu.bound, found.cpu.ranks_sharing(local_world)
+    atexit.register(leave_torchruns_folder)
     variables = environment.variables(
         found,
         local_world,
@@ -62,7 +64,9 @@ def set_up_process(rank_info: RankInfo, strategy: str) -> list[environment.Varia
 
 
 @contextmanager
-def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> Iterator[None]:
+def run_ownership(
+    run: run_directory.Run, claim: TextIOWrapper, world: int, attempt: str = ""
+) -> Iterator[None]:
     """For rank 0 without a supervisor: it writes the run's state, heartbeat, failure and report."""
     from muster.page import report
 
@@ -74,17 +78,17 @@ def run_ownership(run: run_directory.Run, claim: TextIOWrapper, world: int) -> I
             try:
                 yield
             except BaseException as error:
-                record_error(run.path, 0, error)
+                record_error(run.path, 0, error, attempt)
                 time.sleep(1.0)  # the rank that failed first may still be writing its report
-                found = failure.collect(run.path, {}, world)
+                found = failure.collect(run.path, {}, world, attempt=attempt)
                 run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
                 raise
     finally:
         report.write_at_end(run)  # which may take longer than the next owner waits
 
 
-def record_error(folder: Path, rank: int, error: BaseException) -> None:
-    """Write this rank's error report, once; the supervisor reads it."""
+def record_error(folder: Path, rank: int, error: BaseException, attempt: str = "") -> None:
+    """Write this rank's error report, once; the supervisor of this attempt reads it."""
     if getattr(error, "recorded", False):
         return
     error.recorded = True  # type: ignore[attr-defined]
@@ -101,7 +105,7 @@ def record_error(folder: Path, rank: int, error: BaseException) -> None:
         "message": message,
     }
     try:
-        write_json(folder / "ranks" / f"{rank}.error.json", document)
+        write_json(folder / "ranks" / failure.report_name(rank, attempt), document)
     except OSError as problem:
         log.error("the error report could not be written: %s", problem.strerror)
 
@@ -109,6 +113,18 @@ def record_error(folder: Path, rank: int, error: BaseException) -> None:
 def exit_without_cleanup(code: int) -> NoReturn:
     """Without destroying the process group: a thread of this process, or another rank, may still be in a
     collective."""
+    leave_torchruns_folder()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_torchruns_folder() -> None:
+    """torchrun makes a folder for its ranks and removes it never. The last rank to leave does, where nothing is
+    in it: without --redirects, nobody writes anything there."""
+    folder = cluster.torchruns_folder(os.environ)
+    for place in (folder, *folder.parents[:3]) if folder else ():
+        try:
+            place.rmdir()
+        except OSError:  # not empty
+            return

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from muster.launch import slurm
 from muster.observe.results import STOP_FILE, complete_steps
+from muster.observe.shapes import ERROR_REPORTS
 from muster.page import report
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
@@ -76,7 +77,9 @@ def finish(run: Run, number: str, code: int, signalled: bool, progressed: bool, 
     wanted = info["state"] != "finished" and not asked_by_user(run)
     if facts.get("JobState", "RUNNING") not in ("RUNNING", "SIGNALING"):
         return code  # SLURM itself ends it, or requeues it
-    if wanted and any('"StartAgain"' in p.read_text() for p in run.path.glob("ranks/*.error.json")):
+    if wanted and any(
+        '"StartAgain"' in p.read_text() for p in run.path.glob(f"ranks/{ERROR_REPORTS}")
+    ):
         return queue_again(
             run, number
         )  # ranks that srun started have no supervisor to restart them
@@ -113,7 +116,7 @@ def _record_failure(run: Run, code: int, number: str, log: str) -> None:
     )
     if info["state"] == "failed" and not killed:
         return  # a rank, or a supervisor, has recorded it already
-    if killed or any((run.path / "ranks").glob("*.error.json")):
+    if killed or any((run.path / "ranks").glob(ERROR_REPORTS)):
         found = failure.collect(run.path, killed, int(info.get("ranks") or 1))
         run.update(state="failed", failure=found, ended=time.time(), exit_code=1)
     else:

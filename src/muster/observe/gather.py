@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.observe.heartbeats import STALL_FILE, Heartbeats, State
+from muster.observe.heartbeats import Heartbeats, State, stall_file
 from muster.writing import make_folder, write
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,10 @@ CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of the sender, by the kernel
 class Collector(threading.Thread):
     """Writes `ranks/node-<name>.heartbeats.json` while it runs."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, attempt: str = "") -> None:
         super().__init__(name="heartbeats", daemon=True)
         self.path = folder / "ranks" / f"node-{name}.heartbeats.json"
+        self._stall_file = stall_file(self.path.parent, attempt)
         self.address = f"muster-heartbeats-{secrets.token_hex(16)}"
         self.latest: dict[int, Mapping[str, Any]] = {}
         self._where: dict[int, bytes] = {}  # each rank takes answers
@@ -110,7 +111,7 @@ class Collector(threading.Thread):
         open file, since a socket holds no more than the states of some hundred ranks."""
         every_s = max(EVERY_S, self._everyone.files / LOOKED_AT_PER_S)
         answer: dict[str, Any] = {"every_s": every_s}
-        answer["stalled"] = (self.path.parent / STALL_FILE).exists()
+        answer["stalled"] = self._stall_file.exists()
         asking = {rank for rank in self._where if self.latest[rank].get("asks")}
         look: int | None = None
         if asking and time.monotonic() >= self._look_due:
@@ -131,9 +132,9 @@ class Collector(threading.Thread):
 
 
 @contextmanager
-def collecting(folder: Path, name: str) -> Iterator[None]:
+def collecting(folder: Path, name: str, attempt: str = "") -> Iterator[None]:
     """In a supervisor, a collector for the ranks that it starts meanwhile."""
-    collector = open_collector(folder, name)
+    collector = open_collector(folder, name, attempt)
     os.environ[ADDRESS] = collector.address if collector else ""
     try:
         yield
@@ -143,10 +144,10 @@ def collecting(folder: Path, name: str) -> Iterator[None]:
             collector.close()
 
 
-def open_collector(folder: Path, name: str) -> Collector | None:
+def open_collector(folder: Path, name: str, attempt: str = "") -> Collector | None:
     """None where there can be none, such as on a full disk: then each rank writes its own file."""
     try:
-        return Collector(folder, name)
+        return Collector(folder, name, attempt)
     except OSError as error:
         log.info("each rank writes its own heartbeat: %s", error)
         return None

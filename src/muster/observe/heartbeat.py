@@ -43,7 +43,7 @@ DUMPS = (
     "*.stall.json",
     "*.stacks.txt",
     "*.flight.json",
-    heartbeats.STALL_FILE,
+    f"{heartbeats.STALL_FILE}*",
 )
 LINES = 6  # of its own code, in a rank's report
 
@@ -104,14 +104,16 @@ def start(
     *,
     adaptive: bool = False,
     collector: str | None = None,
+    attempt: str = "",
 ) -> None:
     """Write heartbeats of the calling thread; with `stall_s`, end the process when it makes no progress.
     `adaptive`: sooner within steps, by the time that they take. `collector`: the address of the process
-    that writes those of this node."""
+    that writes those of this node. `attempt`: whose ranks end together; those of an earlier one may still run, on
+    a node that was taken for lost."""
     global _active
     stop()
     limit = StallLimit(math.inf if stall_s is None else stall_s, adaptive=adaptive)
-    _active = HeartbeatThread(folder / "ranks", rank, limit, Sender(collector))
+    _active = HeartbeatThread(folder / "ranks", rank, limit, Sender(collector), attempt)
     _active.start()
 
 
@@ -133,9 +135,12 @@ class HeartbeatThread(threading.Thread):
 
     line: Mapping[str, Any] | None = None
 
-    def __init__(self, folder: Path, rank: int, limit: StallLimit, sender: Sender) -> None:
+    def __init__(
+        self, folder: Path, rank: int, limit: StallLimit, sender: Sender, attempt: str
+    ) -> None:
         super().__init__(name="heartbeat", daemon=True)
-        self._sender = sender
+        self._sender, self._attempt = sender, attempt
+        self._stall_file = heartbeats.stall_file(folder, attempt)
         self.folder, self.rank, self.limit = folder, rank, limit
         self.last: Beat = (STARTING, None, time.monotonic())
         self._watch = StallWatch(limit, Others(folder, rank, sender.look))
@@ -193,7 +198,7 @@ class HeartbeatThread(threading.Thread):
             return "stalled"
         called = self._sender.stalled()  # the collector looks for all ranks of this node
         if called is None:
-            called = (self.folder / heartbeats.STALL_FILE).exists()
+            called = self._stall_file.exists()
         return "called" if called else None
 
     def _exit_stalled(self, why: str) -> None:
@@ -220,6 +225,7 @@ class HeartbeatThread(threading.Thread):
             frames = list(stack)
             self._report = {
                 **self._state(),
+                "attempt": self._attempt,
                 "why": why,
                 "seconds": round(self._idle(), 1),
                 "thread": str(self._training_thread),
@@ -237,7 +243,7 @@ class HeartbeatThread(threading.Thread):
 
     def _signal_stall(self) -> None:
         with suppress(OSError):
-            touch(self.folder / heartbeats.STALL_FILE)
+            touch(self._stall_file)
 
     def _write_heartbeat(self) -> None:
         with suppress(OSError):  # a full disk must not end this thread

@@ -18,7 +18,7 @@ from muster.reading import json_file
 from muster.reading.files import open_file
 from muster.reading.shape import Kind, all_kept
 
-STALL_FILE = "stalled"  # in ranks/: a rank stalled, and all write their reports
+STALL_FILE = "stalled"  # in ranks/, with the attempt: a rank stalled
 OWN, OF_NODES = "*.heartbeat.json", "node-*.heartbeats.json"
 State = Mapping[str, Any]
 STATE: Mapping[str, Kind] = {
@@ -26,6 +26,10 @@ STATE: Mapping[str, Kind] = {
     **dict.fromkeys(("time", "since"), "finite"),
     **dict.fromkeys(("rank", "pid", "step"), "count"),
 }
+
+
+def stall_file(folder: Path, attempt: str) -> Path:
+    return folder / (f"{STALL_FILE}-{attempt}" if attempt else STALL_FILE)
 
 
 def read(folder: Path) -> dict[int, State]:

@@ -36,6 +36,7 @@ ERROR: Shape = {
     "expected": "flag",
     "time": "finite",
 }
+ERROR_REPORTS = "*.error*.json"  # in ranks/, of all attempts
 ERROR_NEEDS = ("kind", "message", "expected", "time")
 EVENT: Shape = {
     **dict.fromkeys(
@@ -104,9 +105,9 @@ def info(document: Any) -> dict[str, Any]:
     return found
 
 
-def error_reports(ranks: Path) -> Iterator[dict[str, Any]]:
+def error_reports(ranks: Path, names: str = ERROR_REPORTS) -> Iterator[dict[str, Any]]:
     """Of ranks that failed; what is no report is left out."""
-    for path in sorted(ranks.glob("*.error.json")):
+    for path in sorted(ranks.glob(names)):
         if found := kept(document(path), ERROR, *ERROR_NEEDS):
             yield found
 

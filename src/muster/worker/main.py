@@ -61,9 +61,16 @@ def run_rank(
     mesh, run, recipe = connect_ranks(recipe, rank_info, run)
     options = recipe.distributed
     adaptive = options.stall_s == "auto"
-    collector, address = heartbeat_collector(mesh, run.path)
+    collector, address = heartbeat_collector(mesh, run.path, rank_info.attempt)
     limit_s = options.stall_limit_s
-    heartbeat.start(run.path, mesh.rank, limit_s, adaptive=adaptive, collector=address)
+    heartbeat.start(
+        run.path,
+        mesh.rank,
+        limit_s,
+        adaptive=adaptive,
+        collector=address,
+        attempt=rank_info.attempt,
+    )
     log.info(
         "Distributed Training Initialized: Rank: %d/%d, Local Rank (GPU): %d",
         rank_info.rank,
@@ -78,7 +85,7 @@ def run_rank(
         job = prepare(recipe, mesh, run, task)
         results = finish(job, run, train(job))
     except BaseException as error:
-        record_error(run.path, rank_info.rank, error)
+        record_error(run.path, rank_info.rank, error, rank_info.attempt)
         again = isinstance(error, StartAgain)
         if not again:
             heartbeat.failed(error)
@@ -96,14 +103,16 @@ def run_rank(
     return results
 
 
-def heartbeat_collector(mesh: Mesh, folder: Path) -> tuple[gather.Collector | None, str | None]:
+def heartbeat_collector(
+    mesh: Mesh, folder: Path, attempt: str
+) -> tuple[gather.Collector | None, str | None]:
     """Where this rank's heartbeats go: to its supervisor, else to the first rank of its node, which gets the
     collector."""
     if gather.ADDRESS in os.environ:
         return None, os.environ[gather.ADDRESS] or None
     own = None
     if mesh.local_rank == 0 and mesh.local_world > 1:
-        own = gather.open_collector(folder, str(mesh.rank // mesh.local_world))
+        own = gather.open_collector(folder, str(mesh.rank // mesh.local_world), attempt)
     host = os.uname().nodename
     told = mesh.gather((host, own.address if own else None))
     return own, next((address for name, address in told if name == host and address), None)
@@ -175,7 +184,11 @@ def run_process(
     variables = set_up_process(rank_info, recipe.distributed.strategy)
     if run and claim:  # else a supervisor did, which knows what the user set
         run.update(environment=[vars(variable) for variable in variables])
-    owned = run_ownership(run, claim, rank_info.world) if run and claim else nullcontext()
+    owned = (
+        run_ownership(run, claim, rank_info.world, rank_info.attempt)
+        if run and claim
+        else nullcontext()
+    )
     with owned:
         return train_rank(recipe, rank_info, run)
 
@@ -203,6 +216,6 @@ def main(folder: str) -> None:
         recipe = from_resolved(run.path / "recipe.yaml")
         run_process(recipe, rank_info, run, claim)
     except BaseException as error:
-        record_error(run.path, rank_info.rank, error)
+        record_error(run.path, rank_info.rank, error, rank_info.attempt)
         code = AGAIN if isinstance(error, StartAgain) else 1
     exit_without_cleanup(code)
