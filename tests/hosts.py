@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with addresses and host names of their own."""
+"""Hosts on one machine: network namespaces with addresses and host names of their own."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 
@@ -52,6 +54,10 @@ class Host:
         """Pull the cable: packets are lost without a word to either side."""
         _ip("-n", self.namespace, "link", "set", self.device, "down")
 
+    def mend(self) -> None:
+        """Plug the cable in again."""
+        _ip("-n", self.namespace, "link", "set", self.device, "up")
+
 
 def _move_to(namespace: str, name: str) -> None:
     """This process, to the network of that namespace and under that host name."""
@@ -67,26 +73,43 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
-@pytest.fixture
-def hosts() -> Iterator[tuple[Host, Host]]:
+@contextmanager
+def network(count: int) -> Iterator[tuple[Host, ...]]:
+    """`count` hosts on one switch, which is a bridge in a namespace of its own."""
     number = os.getpid() % 50000
-    pair = tuple(
+    switch = f"muster-{number}-switch"
+    made = tuple(
         Host(f"host-{letter}", f"10.77.0.{i}", f"muster-{number}-{letter}", f"mu{number}{letter}")
-        for i, letter in enumerate("ab", start=1)
+        for i, letter in enumerate(ascii_lowercase[:count], start=1)
     )
-    a, b = pair
     try:
-        for host in pair:
-            _ip("netns", "add", host.namespace)
-        _ip("link", "add", a.device, "netns", a.namespace, "type", "veth", "peer", "name", b.device, "netns", b.namespace)  # fmt: skip
-        for host in pair:
-            _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
-            _ip("-n", host.namespace, "link", "set", "lo", "up")
-            _ip("-n", host.namespace, "link", "set", host.device, "up")
-        yield a, b
+        for name in (switch, *(host.namespace for host in made)):
+            _ip("netns", "add", name)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for host in made:
+            _plug_in(host, switch)
+        yield made
     finally:
-        for host in pair:
+        for host in made:
             found = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True)
             for pid in found.stdout.split():
                 subprocess.run(["kill", "-9", pid], capture_output=True)
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)
+        for name in (*(host.namespace for host in made), switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _plug_in(host: Host, switch: str) -> None:
+    port = f"port-{host.name[-1]}"
+    _ip("link", "add", host.device, "netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)  # fmt: skip
+    _ip("-n", switch, "link", "set", port, "master", "bridge")
+    _ip("-n", switch, "link", "set", port, "up")
+    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
+    _ip("-n", host.namespace, "link", "set", "lo", "up")
+    _ip("-n", host.namespace, "link", "set", host.device, "up")
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[Host, ...]]:
+    with network(2) as pair:
+        yield pair

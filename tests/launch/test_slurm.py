@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -258,14 +257,12 @@ def end_all_on(node: str) -> None:
 
 
 @pytest.mark.guides
-def test_an_elastic_run_outlives_a_node_and_takes_in_one_of_another_job(
-    cluster, recipe, undisturbed, tmp_path
-):
+def test_an_elastic_run_outlives_a_node(cluster, recipe, undisturbed, tmp_path):
     slow = slow_steps(tmp_path, 0.5)
     keys = ["training.steps=40", "checkpoint.every_steps=4"]
     one = replace(job(tmp_path / "r", *keys, recipe=recipe), environment=slow, least=1)
     run = Run(one.run)
-    number = slurm.submit(one)
+    slurm.submit(one)
     until(lambda: run.info().get("nodes") == ["node1", "node2"], run)
     before = of_kind(run, "world")
     reached = len(losses(run))
@@ -275,17 +272,13 @@ def test_an_elastic_run_outlives_a_node_and_takes_in_one_of_another_job(
         cluster("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
         until(lambda: len(of_kind(run, "world")) > len(before), run)
     finally:
-        cluster("scontrol", "update", "NodeName=node2", "State=RESUME")
-    said = (run.path / f"slurm-{number}.log").read_text()
-    command = re.search(r"a node of another job joins with: muster (.*)", said)[1]
-    further = f"{sys.executable} -m muster {command}"
-    where = [f"--output={tmp_path}/further.log", "--nodes=1", "--nodelist=node2"]
-    cluster("env", *(f"{k}={v}" for k, v in slow.items()), "sbatch", *where, "--wrap", further)
+        with suppress(AssertionError):  # it may have registered again by itself
+            cluster("scontrol", "update", "NodeName=node2", "State=RESUME")
     follow(run)
     assert run.state() == "finished", run.info()
     assert restarts(cluster, run) == 0
     hosts = [event["hosts"] for event in of_kind(run, "world")[len(before) :]]
-    assert hosts == [["node1"], ["node1", "node2"]], (tmp_path / "further.log").read_text()
+    assert hosts == [["node1"]]
     assert losses(run) == pytest.approx([line["loss"] for line in undisturbed(1)], rel=1e-5)
 
 
