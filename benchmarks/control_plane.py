@@ -36,7 +36,7 @@ from muster.launch.nodes import HEARTBEAT_S, Nodes
 from muster.launch.signed_store import SignedStore
 from muster.observe.gather import Collector, Sender
 from muster.observe.heartbeat import TICK_S, HeartbeatThread
-from muster.observe.heartbeats import STALL_FILE
+from muster.observe.heartbeats import stall_file
 from muster.observe.ranks import RankTable
 from muster.observe.stall import StallLimit
 
@@ -139,7 +139,7 @@ class NodesRanks(threading.Thread):
         self.ended = threading.Event()
         for number in numbers:
             limit = StallLimit(LONGEST_S, adaptive=True)
-            rank = Rank(folder / "ranks", number, limit, Sender(collector.address))
+            rank = Rank(folder / "ranks", number, limit, Sender(collector.address), "")
             rank.line, rank.last = LINE, ("forward and backward", 7, time.monotonic())
             (folder / "ranks" / f"{number}.jsonl").write_text(json.dumps(LINE) + "\n")
             self.ranks.append(rank)
@@ -256,7 +256,7 @@ def heartbeats(
     )
     found.counts["file operations of a reader, a node"] = counts.total() / nodes
     began = time.monotonic()
-    (folder / "ranks" / STALL_FILE).touch()
+    stall_file(folder / "ranks", "").touch()
     for one in ticking:
         one.join(60.0)
         one.ended.set()

@@ -97,10 +97,11 @@ def test_lost_time_is_what_a_perfect_step_would_not_take():
 def test_only_the_middle_half_of_steps_after_warming_up_counts(tmp_path: Path):
     times = [9.0] * scaling.WARM_UP + [5.0, 1.0, 1.0, 0.1]
     (tmp_path / "ranks").mkdir()
-    lines = [{"step_time_s": t, "samples": 6} for t in times]
+    lines = [{"step": i, "step_time_s": t, "samples": 6} for i, t in enumerate(times, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     for name in "01":
-        text = "".join(json.dumps(rank(0.5 * t, 0.1 * t, 0.0, t)) + "\n" for t in times)
+        steps = [{"step": i} | rank(0.5 * t, 0.1 * t, 0.0, t) for i, t in enumerate(times, 1)]
+        text = "".join(json.dumps(step) + "\n" for step in steps)
         (tmp_path / "ranks" / f"{name}.jsonl").write_text(text)
     found = scaling.read_run(tmp_path)
     assert found["step_s"] == pytest.approx(1.0)

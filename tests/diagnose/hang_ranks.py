@@ -188,7 +188,7 @@ def live(scene: str, rank: int, world: int, folder: Path) -> int:
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
     if scene.startswith("auto"):  # the limit within steps, by the recipe's default
-        stall.LEAST_S, stall.LOOKS = STALL_S, 3
+        stall.LEAST_S, stall.GONE_S = STALL_S, 3.0
         heartbeat.start(folder, rank, GLOO_S, adaptive=True)
     else:
         heartbeat.start(folder, rank, STALL_S)

@@ -107,6 +107,15 @@ def test_time_in_which_the_whole_job_was_suspended_does_not_count(clock):
     assert not clock.watch.stalled(clock.last, clock.now + 3610)
 
 
+def test_nothing_stalls_before_the_collector_has_told_what_the_others_do(clock):
+    told: list[Look | None] = [Look()]
+    clock.watch = StallWatch(clock.watch.limit, Others(clock.folder, 0, lambda: told[0]))
+    clock.watch.stalled(clock.last, clock.now)
+    assert not any(clock.watch.stalled(clock.last, clock.now + passed) for passed in range(70))
+    told[0] = None  # it does not answer at all: then the files are read
+    assert clock.watch.stalled(clock.last, clock.now + 71)
+
+
 @pytest.mark.parametrize("every_s", [1.0, 8.0])
 def test_others_are_judged_alike_by_the_looks_of_their_collector(tmp_path, every_s):
     """It looks the more seldom the more nodes there are."""

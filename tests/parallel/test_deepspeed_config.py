@@ -243,9 +243,9 @@ def test_another_optimizer_or_a_scheduler_is_refused(written):
 
 
 def test_a_file_that_is_none_is_an_error(written, tmp_path):
-    with pytest.raises(RecipeError, match=r"deepspeed\.config: .*ds\.json is not JSON \(.*line 1"):
+    with pytest.raises(RecipeError, match=r"deepspeed\.config: .*ds\.json, line 1: not valid JSON"):
         written("{stage: 2}")
-    with pytest.raises(RecipeError, match=r"ds\.json holds no JSON object"):
+    with pytest.raises(RecipeError, match=r"ds\.json: holds a list, expected an object of JSON"):
         written([1, 2])
     missing = {"config": str(tmp_path / "none.json")}
     with pytest.raises(RecipeError, match=r"deepspeed\.config: .*none\.json: No such file"):

@@ -128,20 +128,20 @@ class Run:
             raise
         self._folder.wait_for_owner()
         if state == "failed":
-            raise MusterError(self._failure())
+            raise MusterError(*self._failure())
         if state not in run_directory.ENDED:
             raise MusterError(
                 f"{self.name} was {state}: its process is gone; go on: muster.train({str(self.path)!r})"
             )
         return self
 
-    def _failure(self) -> str:
+    def _failure(self) -> list[str]:
         failure = self.info.get("failure") or {}
         words = [f"{self.name} failed: {failure.get('what', 'see its logs')}"]
         for title, key in (("likely cause", "cause"), ("what to do", "cure")):
             if failure.get(key):
                 words.append(f"{title}: {failure[key]}")
-        return "\n".join([*words, f"logs: {self.path}/ranks"])
+        return [*words, f"logs: {self.path}/ranks"]
 
     def stop(self, *, now: bool = False, wait: float = STOP_WAIT_S) -> str:
         """Ask the run to save a checkpoint and end, and wait for it; after `wait` seconds, or with `now`

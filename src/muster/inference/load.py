@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def load_trained(
     else:
         of_one = trained_task(saved)
         task = trained_task(saved, evaluation, data, {"lora": None})
-        model = _empty_model(task)
+        model = _empty_model(saved, task)
         model.load_state_dict(averaging.mean((whole(s, of_one) for s in chosen.all), average))
     return Trained(task, model.to(device).eval(), device, saved, chosen.words)
 
@@ -112,20 +113,25 @@ def trained_task(
         raise MusterError(f"{told} does not fit this muster ({words})") from None
     if recipe.task not in WORKLOADS:  # a user's own: what it raises is theirs to see
         return build_task(recipe, saved.assets)
-    with refused(
-        f"{saved.path}: what recipe.json and assets.json describe",
-        "load it with the muster that saved it",
-        CheckpointError,
-    ):
+    with _refused(saved):
         return build_task(recipe, saved.assets)
 
 
-def _empty_model(task: Task) -> nn.Module:
+def _refused(saved: Saved) -> AbstractContextManager[None]:
+    """What cannot be built of its documents, which anybody may have written."""
+    return refused(
+        f"{saved.path}: what recipe.json and assets.json describe",
+        "load it with the muster that saved it",
+        CheckpointError,
+    )
+
+
+def _empty_model(saved: Saved, task: Task) -> nn.Module:
     """The task's model on the CPU, to be filled. A user's own is built for real: it may hold buffers that
     are in no checkpoint."""
     if task.recipe.task not in WORKLOADS:
         return task.build_model()
-    with torch.device("meta"):
+    with _refused(saved), torch.device("meta"):
         model = task.build_model()
     model.to_empty(device="cpu")
     restore_buffers(model, torch.device("cpu"))
@@ -134,7 +140,7 @@ def _empty_model(task: Task) -> nn.Module:
 
 def trained_model(saved: Saved, task: Task) -> nn.Module:
     """The task's model on the CPU with the checkpoint's weights."""
-    model = _empty_model(task)
+    model = _empty_model(saved, task)
     with warnings.catch_warnings():  # torch warns that no process group is initialized
         warnings.simplefilter("ignore", UserWarning)
         load_model(saved, model)

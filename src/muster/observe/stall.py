@@ -65,9 +65,11 @@ class Others:
         self._states: dict[int, Mapping[str, Any]] = {}
         self._unchanged: dict[int, float] = {}  # seconds of looks
         self._before: dict[int, float] = {}  # how old it was at the first look, by the clocks
+        self.seen = False
 
     def forget(self) -> None:
         self._states, self._unchanged, self._before = {}, {}, {}
+        self.seen = False
 
     def look(self) -> None:
         told = self._ask()
@@ -79,6 +81,7 @@ class Others:
             self._note(told.states, told.every_s)
 
     def _note(self, states: Iterable[Mapping[str, Any]], seconds: float) -> None:
+        self.seen = True
         for state in states:
             if (rank := state["rank"]) != self._own:
                 before = self._states.get(rank)
@@ -138,6 +141,8 @@ class StallWatch:
         if self._idle < patience / 2:
             return False
         self._others.look()
+        if not self._others.seen:  # the collector's answer takes up to two heartbeats
+            return False
         if self._idle >= patience and self._others.silent(patience):
             return True
         starting = self._idle < self.limit.longest_s

@@ -142,6 +142,7 @@ def _launch(
         micro_batches, losses = _accumulate(job, step, micro_batches, units)
         synced = DeviceTimestamp(mesh.device)
         ready = job.engine.ready() or synced
+        beat("optimizer step")
         loss = mesh.total(sum(losses, torch.zeros((), device=mesh.device))) / units
         summed = DeviceTimestamp(mesh.device)
         results = to_host(_update(job, step, loss, limits))
@@ -172,7 +173,6 @@ def _launch(
 def _update(job: Job, step: int, loss: Tensor, limits: Limits) -> Tensor:
     """The optimizer's step, unless it is to be skipped, which is decided on the device. Returns the loss, the
     gradient norm, and whether both are finite and within the limits."""
-    beat("optimizer step")
     training = job.recipe.training
     with memory.oom_context(job, step, "optimizer step"):
         norm = job.engine.grad_norm(job.scale.value).to(loss.device)

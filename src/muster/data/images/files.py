@@ -162,7 +162,7 @@ class ParquetImages:
             checks, cacheable = [], True
             with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
                 for group in groups:
-                    cells = self._read(file, group, image).to_pylist()
+                    cells = self._cells(file, group, image)
                     checks += pool.map(_check_image, cells, repeat(path.parent))
                     cacheable = cacheable and all(_inside(cell) for cell in cells)
             if cacheable:
@@ -231,6 +231,15 @@ class ParquetImages:
                 self._cache.popitem(last=False)
         self._cache.move_to_end(key)
         return self._cache[key]
+
+    def _cells(self, file: int, group: int, column: str) -> list[Any]:
+        try:
+            return list(self._read(file, group, column).to_pylist())
+        except UnicodeDecodeError:
+            raise DataError(
+                f"{self.paths[file]}, row group {group}, column {column}: a path is not UTF-8; "
+                "repair the file, or remove it from the data"
+            ) from None
 
     def _read(self, file: int, group: int, column: str) -> pa.ChunkedArray:
         try:

@@ -19,6 +19,7 @@ from muster.data.corpus import DIGITS, Split
 from muster.data.images.files import GREY, Label, ParquetImages, Pixels, Scale, fit, pillow
 from muster.data.overlap import Overlap, named_pairs, pairs
 from muster.errors import DataError, MusterError
+from muster.reading.files import open_file
 
 MAGIC = {"images": (0x803, 16), "labels": (0x801, 8)}  # of an IDX file: first word, bytes of header
 DIGITS_SCALE = Scale((0.3059,), (0.3762,))
@@ -145,7 +146,8 @@ def _idx_file(files: Sequence[Path], kind: str) -> Path:
 def _idx_array(path: Path, kind: str) -> Pixels:
     magic, header = MAGIC[kind]
     try:
-        content = path.read_bytes()
+        with open_file(path) as file:
+            content = file.read()
         if path.suffix == ".gz":
             content = gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:

@@ -116,6 +116,8 @@ def _sound(clip: bytes | memoryview | str | Path) -> Iterator[soundfile.SoundFil
 def _handle(clip: bytes | memoryview | str | Path) -> str | int:
     """A name, or the descriptor of a file in memory, which SoundFile closes."""
     if isinstance(clip, str | Path):
+        if Path(clip).exists() and not Path(clip).is_file():  # a pipe would be waited for
+            raise DataError("not readable as audio (it is not a file)")
         return str(clip)
     descriptor = os.memfd_create("clip")
     view = memoryview(clip)
