@@ -187,6 +187,24 @@ def test_a_link_that_comes_and_goes_costs_no_step(elastic, undisturbed):
 
 
 @pytest.mark.guides
+def test_a_host_that_is_lost_during_a_save_costs_that_checkpoint_alone(elastic, undisturbed):
+    _, b = elastic.hosts
+    elastic.allow(6)
+    elastic.start_all()
+    elastic.saved(4)
+    (elastic.folder / "held").touch()
+    elastic.allow(10**6)
+    elastic.until((elastic.folder / "saving").exists)
+    assert (elastic.run.path / "checkpoints" / "step-8").is_dir()
+    elastic.lose(b)
+    (elastic.folder / "held").unlink()
+    elastic.finished()
+    assert [world["ranks"] for world in elastic.run.results()["worlds"]] == [2, 1]
+    assert elastic.run.results()["worlds"][1]["step"] == 4
+    assert_as_alone(elastic.run, undisturbed(1)[:STEPS])
+
+
+@pytest.mark.guides
 def test_node_0_is_lost_and_comes_back(elastic, undisturbed):
     a, _ = elastic.hosts
     elastic.allow(6)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+
 import psutil
 import pytest
 
 from muster import run_directory
-from muster.run_directory import Run
+from muster.observe.results import read_lines
+from muster.run_directory import ALIVE, Run
 from processes import lives, muster, python_path, runs_module, until
-from tiny import losses
+from tiny import LONG, losses
+from training import run_training
 
 STEPS = 6
 PHASES = ("import", "join", "first step", "first save", "manifest", "prune", "last save")
@@ -125,3 +132,53 @@ def test_a_kill_in_any_phase_changes_nothing(held, undisturbed, tmp_path, killed
         (again,) = run.results()["restarts"]
         assert again["kind"] == ("restarted" if killed == "rank" else "resumed")
         assert ("SIGKILL" if killed == "rank" else "processes were gone") in again["why"]
+
+
+KILLS = 100
+
+
+def kill_one(run: Run, drawn: random.Random) -> str | None:
+    """A rank, the supervisor or all at once; None where such a process is not there yet."""
+    who = drawn.choice(("rank", "supervisor", "all"))
+    everyone, ranks = run.processes(), ranks_of(run)
+    victims = {"rank": drawn.sample(ranks, min(1, len(ranks))), "supervisor": everyone[:1]}
+    chosen = victims.get(who, everyone)
+    for process in chosen:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    return who if chosen else None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills_at_moments_that_are_drawn_change_no_step(
+    ranks, recipe, tmp_path, record_property
+):
+    """While ranks start, train or save; whenever the run has ended, it is resumed."""
+    keys = ["checkpoint.every_steps=3", "checkpoint.keep=2", "distributed.max_restarts=2"]
+    words = ["train", recipe, LONG, *keys, "--gpus", "2", "--detach", "--run", "storm"]
+    drawn, kills, resumes = random.Random(100), Counter[str](), 0
+    muster(*words, folder=tmp_path)
+    run = run_directory.find("storm", tmp_path / "runs")
+    while kills.total() < KILLS:
+        time.sleep(drawn.uniform(0, 4))
+        if run.state() not in ALIVE:
+            until(lambda: not ranks_of(run))  # they notice that their supervisor is gone
+            muster("train", "runs/storm", "--gpus", "2", "--detach", folder=tmp_path)
+            resumes += 1
+        elif who := kill_one(run, drawn):
+            kills[who] += 1
+    if run.state() not in ALIVE:
+        until(lambda: not ranks_of(run))
+        muster("train", "runs/storm", "--gpus", "2", "--detach", folder=tmp_path)
+    seen = len(losses(run))
+    until(lambda: len(losses(run)) > seen)
+    muster("stop", "runs/storm", folder=tmp_path)
+    lines = read_lines(run.path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    whole = [f"training.steps={len(lines)}"]
+    alone = ranks(2)(run_training, str(tmp_path / "alone"), whole, recipe)[0]
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in lines] == [line[name] for line in alone]
+    restarts = len(run.results()["restarts"])
+    record_property("row", f"{kills} {resumes} resumes, {restarts} restarts, {len(lines)} steps")
