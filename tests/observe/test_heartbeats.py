@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -194,6 +195,25 @@ def test_the_collector_looks_for_a_stall_on_behalf_of_its_ranks(ranks, collector
     beats(senders, lambda: all(sender.stalled() is False for sender in senders))
     heartbeats.stall_file(ranks, "").touch()
     beats(senders, lambda: all(sender.stalled() for sender in senders))
+
+
+def test_storage_that_fails_for_a_moment_ends_no_collector(ranks, collector, monkeypatch):
+    """NFS answers ESTALE to a look for a file, which pathlib raises."""
+    sender, fails = Sender(collector.address), [True]
+
+    class Stale(type(ranks)):
+        def exists(self) -> bool:
+            if fails:
+                raise OSError(errno.ESTALE, "stale file handle")
+            return super().exists()
+
+    monkeypatch.setattr(collector, "_stall_file", Stale(collector._stall_file))
+    written = ranks / "node-3.heartbeats.json"
+    beats([sender], lambda: written.exists() and collector._where)
+    assert collector.is_alive()
+    assert sender.stalled() is None
+    fails.clear()
+    beats([sender], lambda: sender.stalled() is False)
 
 
 def test_a_stall_of_another_attempt_is_not_told(ranks):

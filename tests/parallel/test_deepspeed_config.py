@@ -183,6 +183,20 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, Any, Any, str]] = [
     ),
     ({"bf16": {"enabled": True}}, "bf16.enabled", True, False, "training.precision"),
     ({"fp16": {"enabled": True}}, "fp16.enabled", True, False, "training.precision"),
+    (
+        {"bf16": {"check_grad_overflow": False}},
+        "bf16.check_grad_overflow",
+        False,
+        True,
+        "training.max_bad_steps",
+    ),
+    (
+        {"zero_optimization": {"compute_grad_norm": False}},
+        "zero_optimization.compute_grad_norm",
+        False,
+        True,
+        "training.max_bad_steps",
+    ),
     ({"optimizer": {"params": {"lr": 0.5}}}, "optimizer.params.lr", 0.5, 1e-3, "training.lr"),
     (
         {"optimizer": {"params": {"betas": [0.8, 0.9]}}},

@@ -166,6 +166,23 @@ def test_a_run_whose_last_checkpoint_the_disk_never_keeps_has_not_finished(ranks
     assert "the newest complete one is step 4; check the disk" in failure.value.message
 
 
+def go_on_after_damage(mesh, folder: str, recipe: str) -> None:
+    """With checkpoints at other steps than before, of which two are kept."""
+    often = ["training.steps=8", "checkpoint.every_steps=2", "checkpoint.keep=9"]
+    train(make_job(mesh, folder, often, recipe))
+    shard = Path(folder) / "checkpoints" / "step-8" / "__0_0.distcp"
+    shard.write_bytes(changed(shard.read_bytes(), 1000, lambda byte: byte ^ 1))
+    shutil.rmtree(shard.parents[1] / "step-4")
+    shutil.rmtree(shard.parents[1] / "step-2")
+    rarely = ["training.steps=9", "checkpoint.every_steps=9", "checkpoint.keep=2"]
+    train(make_job(mesh, folder, rarely, recipe))
+
+
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(ranks, recipe, tmp_path):
+    ranks(1)(go_on_after_damage, str(tmp_path), recipe)
+    assert complete_steps(tmp_path) == [6, 9]
+
+
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda m: [], "holds a list"),
     "a number": (lambda m: 1, "holds a number"),

@@ -66,6 +66,33 @@ def test_a_skipped_step_leaves_the_weights_alone(ranks, tmp_path):
     assert torch.equal(results[0]["before"], results[0]["after"])
 
 
+def poisoned_activation(mesh, folder: str, late: bool) -> list[torch.Tensor]:
+    """Train four steps with batch normalisation; a clip of the second holds a value that is not a number."""
+    job = make_job(mesh, folder, ["model.norm=batch", "training.steps=4"])
+    right, calls = job.task.prepare, iter(range(1, 100))
+
+    def prepare(batch):
+        prepared = right(batch)
+        if next(calls) == 2 and mesh.rank == 0:
+            prepared["features"][0, 0] = math.nan
+        return prepared
+
+    job.task.prepare = prepare
+    with reading(late):
+        train(job)
+    job.observer.close()
+    return [b for part in job.engine.parts for b in part.buffers() if b.is_floating_point()]
+
+
+@pytest.mark.parametrize(("world", "late"), [(1, True), (2, False)])
+def test_a_skipped_step_leaves_no_trace_in_running_statistics(ranks, tmp_path, world, late):
+    buffers = ranks(world)(poisoned_activation, str(tmp_path), late)
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if line.get("skipped")] == [2]
+    assert len(buffers[0]) > 0
+    assert all(b.isfinite().all() for found in buffers for b in found)
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_too_many_bad_steps_in_a_row_end_the_run_with_the_rows_named(ranks, tmp_path, late):
     with pytest.raises(RankError) as failure:

@@ -175,10 +175,34 @@ def checkpoint(folder: Path, step: int, recipe: dict[str, Any] | None = None) ->
 def mirrored(name: str, root: Path, keep: int = 3, address: str = "s3://mirror") -> Mirror:
     """What is in `root` is copied."""
     mirror = Mirror(address, name, root, keep)
-    mirror.update()
+    mirror.update(9)
     mirror.wait()
     assert not mirror.failed
     return mirror
+
+
+def folders(mirror: Mirror) -> set[str]:
+    return {file.relative.split("/")[0] for file in mirror.bucket.objects(mirror.folder)}
+
+
+def test_what_is_damaged_or_not_read_back_yet_is_not_copied(s3, tmp_path):
+    """Nor is the whole copy of one that was damaged since removed for it."""
+    first = checkpoint(tmp_path, 1)
+    mirrored("damaged", tmp_path)
+    (first / "manifest.json").write_text((first / "manifest.json").read_text() + "x")
+    (checkpoint(tmp_path, 2) / ".metadata").unlink()
+    checkpoint(tmp_path, 3)
+    checkpoint(tmp_path, 11)
+    mirror = mirrored("damaged", tmp_path)
+    assert mirror.copied == [3]
+    assert folders(mirror) == {"step-1", "step-3"}
+
+
+def test_what_a_killed_start_left_half_copied_is_removed(s3, tmp_path):
+    half = {"orphan/step-1/__0_0.distcp": b"weights", "orphan/notes/x": b"not muster's"}
+    remote_servers.upload(s3, "mirror", half)
+    checkpoint(tmp_path, 2)
+    assert folders(mirrored("orphan", tmp_path)) == {"notes", "step-2"}
 
 
 def test_a_copy_that_fails_is_said_and_made_with_the_next(s3, tmp_path, monkeypatch):
@@ -187,13 +211,13 @@ def test_a_copy_that_fails_is_said_and_made_with_the_next(s3, tmp_path, monkeypa
     mirror = Mirror("s3://gone", "run", tmp_path, 3)
     mirror.tell = lambda what, **details: told.append({"event": what, **details})
     checkpoint(tmp_path, 1)
-    mirror.update()
+    mirror.update(9)
     mirror.wait()
     assert (mirror.copied, list(mirror.failed)) == ([], [1])
     assert [(event["event"], event["step"]) for event in told] == [("mirror failed", 1)]
     remote_servers.upload(s3, "gone", {})
     checkpoint(tmp_path, 2)
-    mirror.update()
+    mirror.update(9)
     mirror.wait()
     assert (mirror.copied, mirror.failed) == ([2, 1], {})
 
@@ -210,7 +234,7 @@ def test_a_bucket_that_stops_answering_is_not_waited_for(s3, tmp_path, monkeypat
     monkeypatch.setattr(Bucket, "write", hangs)
     mirror = Mirror("s3://mirror", "hangs", tmp_path, 3)
     checkpoint(tmp_path, 1)
-    mirror.update()
+    mirror.update(9)
     mirror.wait()
     assert "not a byte was copied" in mirror.failed[1]
     answer.set()

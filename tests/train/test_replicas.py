@@ -42,6 +42,11 @@ def test_every_bit_and_every_place_changes_the_hash(kind):
     assert len(found) == 1 + 8 * data.numel() + 2
 
 
+def test_memory_that_reads_all_ones_is_not_taken_for_zeros():
+    zeros = torch.zeros(64, dtype=torch.int64)
+    assert hashes([zeros]) != hashes([~zeros])
+
+
 def test_a_hash_depends_on_values_alone():
     """Not on where they lie in memory, nor on pieces; high bits in the first of several pieces count too."""
     whole = torch.arange(LANES * 4 + 3, dtype=torch.float32)

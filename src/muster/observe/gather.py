@@ -69,7 +69,8 @@ class Collector(threading.Thread):
             if fresh and time.monotonic() >= due:
                 fresh, due = False, time.monotonic() + EVERY_S
                 self._write()
-                self._answer()
+                with suppress(OSError):  # of storage that fails for a moment
+                    self._answer()
 
     def close(self) -> None:
         """With what the ranks sent last."""

@@ -159,7 +159,12 @@ class HeartbeatThread(threading.Thread):
 
     def tick(self) -> None:
         self._write_heartbeat()
-        if math.isfinite(self.limit.longest_s) and (why := self._why_to_exit()):
+        if not math.isfinite(self.limit.longest_s):
+            return
+        why: str | None = None
+        with suppress(OSError):  # of storage that fails for a moment: this thread must go on
+            why = self._why_to_exit()
+        if why:
             self._exit_stalled(why)
 
     def end(self) -> None:

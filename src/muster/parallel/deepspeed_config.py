@@ -130,6 +130,9 @@ def check(path: Path, given: dict[str, Any], recipe: Recipe, generated: dict[str
         ),
         "bf16.enabled": (generated["bf16"]["enabled"], "training.precision"),
         "fp16.enabled": (False, "training.precision"),
+        # without these checks DeepSpeed applies gradients that are not finite
+        "bf16.check_grad_overflow": (True, "training.max_bad_steps"),
+        "zero_optimization.compute_grad_norm": (True, "training.max_bad_steps"),
         "zero_optimization.memory_efficient_linear": (
             generated["zero_optimization"].get("memory_efficient_linear", "auto"),
             "training.activation_checkpointing",

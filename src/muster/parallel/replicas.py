@@ -103,7 +103,10 @@ def _hash(tensor: Tensor, weights: Tensor) -> Tensor:
         if missing or piece.storage_offset() % 8:
             piece = pad(piece, (0, missing)).clone()
         lanes = piece.view(torch.int64)
-        mixed = (lanes ^ (lanes >> 32)).mul_(weights[: lanes.numel()])
+        upper = (
+            lanes >> 32
+        ) & 0xFFFFFFFF  # a shift alone would copy the sign: x and ~x would be one
+        mixed = (lanes ^ upper).mul_(weights[: lanes.numel()])
         total = total * MULTIPLIER + mixed.sum()
     return total
 

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0  # how often a waiting rank checks the progress of a save
+POLL_S = 1.0  # how often a waiting rank checks the progress of a save …
+FILES_PER_LOOK = 64  # … of so many ranks; of more, each of which has its files, less often
 
 
 def load_model(saved: Saved, model: torch.nn.Module) -> None:
@@ -97,6 +98,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._bytes_read = 0  # of files that are read back
+        self._passed_over = set[Path]()  # damaged
 
     def newest(self) -> tuple[Saved | None, list[str]]:
         """The newest complete checkpoint and, why newer ones were skipped. The same on all ranks."""
@@ -106,6 +108,7 @@ class Checkpoints:
             if isinstance(saved, Saved):
                 return saved, skipped
             skipped.append(saved)
+            self._passed_over.add(folder)
         return None, skipped
 
     def _checked(self, folder: Path) -> Saved | str:
@@ -192,7 +195,7 @@ class Checkpoints:
         beat("saving")
         before = (0, 0)
         while thread.is_alive():
-            thread.join(POLL_S)
+            thread.join(POLL_S * max(1, self.mesh.world // FILES_PER_LOOK))
             now = (sum(map(bytes_in, step_folders(self.root)[:1])), self._bytes_read)
             if now != before:
                 beat("saving")
@@ -256,7 +259,7 @@ class Checkpoints:
             read_manifest(folder)  # every rank's files are in this folder, at their sizes
             self._prune(trainer["step"], best_of(trainer))
             if self.mirror is not None:
-                self.mirror.update()
+                self.mirror.update(trainer["step"])
         return True
 
     def _same_on_disk(self, folder: Path, own: dict[str, Any], last: bool) -> bool:
@@ -292,7 +295,7 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Returns the entries of the files that are not a rank's, itself included."""
         for name, document in (("recipe.json", self.recipe), ("assets.json", self.assets)):
-            write(folder / name, json.dumps(document))
+            write(folder / name, json.dumps(document), sync=True)
         names = ("recipe.json", "assets.json", METADATA)
         common = {name: file_entry(folder / name) for name in names}
         manifest = {
@@ -307,7 +310,7 @@ class Checkpoints:
     def _prune(self, step: int, best: int | None) -> None:
         """Keep the newest complete checkpoint up to `step`, the newest `keep` of those that were due, and the
         `best`; a later one than `step` must be damaged, or this run would have resumed from it.
-        Incomplete ones, which killed runs leave, are removed."""
+        Incomplete ones, which killed runs leave, and damaged ones, which it passed over, are removed."""
         with self._pruning:
             self._pruned = (step, best)
             self._remove_old(step, best)
@@ -321,7 +324,8 @@ class Checkpoints:
     def _remove_old(self, step: int, best: int | None) -> None:
         folders = [folder for folder in step_folders(self.root) if step_of(folder) <= step]
         complete = [folder for folder in folders if (folder / MANIFEST).is_file()]
-        due = [folder for folder in complete if not _only_best(folder)]
+        whole = [folder for folder in complete if folder not in self._passed_over]
+        due = [folder for folder in whole if not _only_best(folder)]
         kept = [*complete[:1], *due[: self.keep], self.root / f"step-{best}"]
         if self.mirror and self.mirror.busy:
             kept.append(self.mirror.busy)

@@ -16,6 +16,7 @@ from muster.parallel.engine import Engine, StepFunctions
 from muster.parallel.mesh import Mesh
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
+from muster.training.buffers import Buffers
 from muster.training.checkpoint import Checkpoints
 from muster.training.evaluate import Evaluation
 from muster.training.precision import LossScale, autocast
@@ -74,6 +75,10 @@ class Job:
     @property
     def compiled(self) -> bool:
         return "compile" in self.choices and self.choices["compile"].used
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        return Buffers(self.engine.parts)
 
     @cached_property
     def functions(self) -> StepFunctions:

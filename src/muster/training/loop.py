@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -184,6 +184,7 @@ def _update(job: Job, step: int, loss: Tensor, limits: Limits) -> Tensor:
         lr = learning_rate(training, step, job.steps)
         applied = finite if training.on_spike == "continue" else within
         job.engine.step(lr, divisor, applied)
+        job.buffers.restore(unless=applied)
     job.engine.zero_grad()
     return torch.stack([loss, norm, within.to(norm.dtype)])
 
@@ -194,6 +195,7 @@ def _accumulate(
     """The gradients of the global batch; the loss is divided once, by all of its units. Returns the
     micro-batches, which are smaller than `batches` where those did not fit, and their losses."""
     functions = replace(job.functions, scale=job.scale.value / units)
+    job.buffers.keep()
     while True:
         seed_step(job.recipe.seed, step, job.mesh.rank)
         try:
@@ -202,6 +204,7 @@ def _accumulate(
             if not gave_up_compiling(job, error):
                 memory.shrink_or_raise(job, step, error)
         memory.recover(job)
+        job.buffers.restore()
         batches = job.loader.micro_batches(step)
 
 
@@ -271,7 +274,7 @@ def _save(job: Job, done: int, *, only_best: bool, required: bool) -> None:
     _compare(job, done)
     sync_buffers(job)
     trainer: dict[str, Any] = {"bad_steps": job.bad_steps, "scale": job.scale.state()}
-    trainer |= {"spikes": job.spikes.state(), "rewinds": len(job.rewinds)}
+    trainer |= {"spikes": job.spikes.state(), "rewinds": [asdict(one) for one in job.rewinds]}
     if job.selection is not None:
         trainer |= {"selection": job.selection.state(), "only_best": only_best}
     with memory.oom_context(job, done - 1, "save"):

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from muster.data.remote.store import RemoteFile
 from muster.errors import CheckpointError, MusterError
 from muster.observe.heartbeat import beat
 from muster.observe.results import MANIFEST, best_of, complete_steps, step_folders, step_of
+from muster.training.manifest import read_manifest, verify
 from muster.urls import scheme
 
 log = logging.getLogger(__name__)
@@ -68,15 +69,17 @@ class Mirror:
         self.tell: Callable[..., None] = lambda what, **details: None  # an event of the run
         self.busy: Path | None = None  # being copied: not to be removed …
         self.released: Callable[[], None] = lambda: None  # … until then
+        self._newest = -1
         self._wanted = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._moved = 0
 
-    def update(self) -> None:
-        """Start copying what is complete on disk. While a copy is under way, it is looked at again after it."""
+    def update(self, newest: int) -> None:
+        """Start copying what is complete on disk, up to the step `newest`: a later one is not read back yet. While a
+        copy is under way, it is looked at again after it."""
         with self._lock:
-            self._wanted = True
+            self._wanted, self._newest = True, newest
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
                 self._thread.start()
@@ -115,13 +118,18 @@ class Mirror:
             self.busy = None
 
     def _copy_missing(self) -> None:
-        """The newest first; a checkpoint that training removes meanwhile is no longer wanted."""
+        """The newest first; one that is damaged, or that training removes meanwhile, is not wanted."""
         for folder in step_folders(self.root):
-            self.busy = folder
-            manifest = _text(folder / MANIFEST)
-            if manifest is None or manifest == self._there(folder.name):
+            if step_of(folder) > self._newest:
                 continue
-            self._copy(folder, sorted(json.loads(manifest)["files"]))
+            self.busy = folder
+            try:
+                manifest, names = _text(folder / MANIFEST), sorted(read_manifest(folder)["files"])
+            except CheckpointError:
+                continue
+            if manifest == self._there(folder.name):
+                continue
+            self._copy(folder, names)
             self.copied.append(step_of(folder))
             self.failed.pop(step_of(folder), None)
         self.busy = None
@@ -163,9 +171,11 @@ class Mirror:
             self._say(None, error)
 
     def _prune(self) -> None:
+        """What is not on disk, other than the newest `keep`; also what an earlier start left half-copied."""
         here = {folder.name for folder in step_folders(self.root)}
-        for name in complete(self.bucket, self.folder)[self.keep :]:
-            if name not in here:
+        kept = complete(self.bucket, self.folder)[: self.keep]
+        for name in _steps(self._objects(self.folder)):
+            if name not in here and name not in kept:
                 self._remove(f"{self.folder}/{name}")
 
     def _remove(self, folder: str) -> None:
@@ -191,10 +201,18 @@ def _manifest_first(key: str) -> bool:
 def complete(bucket: Bucket, folder: str) -> list[str]:
     """Names of the `step-<n>` folders with a manifest, newest first."""
     found = retried(folder, lambda: bucket.objects(folder))
-    paths = [Path(file.relative) for file in found]
-    steps = [path.parent for path in paths if path.name == MANIFEST and len(path.parts) == 2]
-    steps = [step for step in steps if step_of(step) >= 0]
+    return _steps([file for file in found if file.relative.count("/") == 1 and _is_manifest(file)])
+
+
+def _steps(files: Iterable[RemoteFile]) -> list[str]:
+    """The `step-<n>` folders that these files are in, newest first."""
+    folders = {Path(file.relative).parts[0] for file in files}
+    steps = [Path(name) for name in folders if step_of(Path(name)) >= 0]
     return [step.name for step in sorted(steps, key=step_of, reverse=True)]
+
+
+def _is_manifest(file: RemoteFile) -> bool:
+    return Path(file.relative).name == MANIFEST
 
 
 def restore(address: str, root: Path) -> Path | None:
@@ -227,8 +245,6 @@ def _fetched(bucket: Bucket, folder: str, target: Path) -> Path | None:
 
 
 def _fetch(bucket: Bucket, files: list[RemoteFile], target: Path) -> Path:
-    from muster.training.manifest import read_manifest, verify
-
     whole = target.with_name(f".{target.name}.partial")
     whole.mkdir(parents=True, exist_ok=True)
     # Of an earlier try, files are there whole.

@@ -1,6 +1,6 @@
 """`training.on_spike=rewind`: back to a checkpoint before the spike, and on without the batches that led to it.
 
-What is left out stands in left_out.json, written before the ranks end. Each checkpoint knows how many
+What is left out stands in left_out.json, written before the ranks end. Each checkpoint knows which
 rewinds came before it; one that a later rewind went back behind is removed at the next start, so a run
 that is killed in between goes on the same way.
 """
@@ -8,11 +8,11 @@ that is killed in between goes on the same way.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from muster.errors import CheckpointError, DataError, StartAgain, UnreadableError
 from muster.observe.results import step_folders, step_of
@@ -75,11 +75,7 @@ def read_rewinds(folder: Path) -> list[Rewind]:
     """Of a run directory."""
     path = folder / FILE
     try:
-        found = json_file.read(path)
-        return [
-            Rewind(**{key: int(one[key]) for key in Rewind.__annotations__})
-            for one in found["rewinds"]
-        ]
+        return _listed(json_file.read(path)["rewinds"])
     except FileNotFoundError:
         return []
     except (UnreadableError, KeyError, TypeError, ValueError) as error:
@@ -89,13 +85,32 @@ def read_rewinds(folder: Path) -> list[Rewind]:
         ) from None
 
 
+def _listed(rewinds: Iterable[Any]) -> list[Rewind]:
+    return [Rewind(**{key: int(one[key]) for key in Rewind.__annotations__}) for one in rewinds]
+
+
+def _of_checkpoint(trainer: Mapping[str, Any]) -> list[Rewind]:
+    """Those that came before it; anybody may have written it."""
+    with suppress(KeyError, TypeError, ValueError):
+        return _listed(trainer["rewinds"])
+    return []
+
+
+def write_rewinds(folder: Path, rewinds: Iterable[Rewind]) -> None:
+    write_json(folder / FILE, {"rewinds": [asdict(one) for one in rewinds]})
+
+
+def known_rewinds(listed: list[Rewind], trainer: Mapping[str, Any]) -> list[Rewind]:
+    """Those `listed` in the run directory, or those before the checkpoint, where the directory knows of fewer."""
+    return max(listed, _of_checkpoint(trainer), key=len)
+
+
 def rewind(job: Job, step: int, words: str) -> None:
     """After the spike at `step`, counted from 1. All ranks end, to start again."""
     job.checkpoints.wait()
     found = next_rewind(job.rewinds, step, job.checkpoints.complete())
     if job.mesh.first:
-        rewinds = [asdict(one) for one in [*job.rewinds, found]]
-        write_json(job.observer.folder / FILE, {"rewinds": rewinds})
+        write_rewinds(job.observer.folder, [*job.rewinds, found])
     job.mesh.barrier()
     job.observer.flush(job.mesh)
     job.observer.event("rewind", step=step, first=found.first, to=found.to, words=found.words())
@@ -106,16 +121,18 @@ def remove_overtaken(checkpoints: Checkpoints, rewinds: Sequence[Rewind]) -> Non
     """Checkpoints that a rewind went back behind. A collective call."""
     if rewinds and checkpoints.mesh.first:
         gone = [folder for folder in step_folders(checkpoints.root) if _overtaken(folder, rewinds)]
+        if (
+            gone and checkpoints.mirror
+        ):  # first, or one that stays there would be taken for the newest
+            checkpoints.mirror.forget([folder.name for folder in gone])
         for folder in gone:
             log.info("%s is removed: the run went back behind it", folder)
             remove(folder)
-        if gone and checkpoints.mirror:
-            checkpoints.mirror.forget([folder.name for folder in gone])
     checkpoints.mesh.barrier()
 
 
 def _overtaken(folder: Path, rewinds: Sequence[Rewind]) -> bool:
     with suppress(CheckpointError):  # a damaged one is passed over anyway
-        seen = int(read_manifest(folder)["trainer"].get("rewinds", 0))
-        return any(step_of(folder) > one.to for one in rewinds[seen:])
+        seen = _of_checkpoint(read_manifest(folder)["trainer"])
+        return any(step_of(folder) > one.to for one in rewinds[len(seen) :])
     return False

@@ -61,6 +61,7 @@ def _record(job: Job, launched: Launched) -> StepRecord:
     step_time = launched.begin.until(launched.end)  # from here on the results are on the host
     step, (loss, grad_norm, within) = launched.step, launched.results.tolist()
     finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    applied = within or (finite and job.recipe.training.on_spike == "continue")
     exposed = waited = 0.0
     if job.mesh.world > 1:
         exposed = max(0.0, launched.ready.until(launched.synced))
@@ -79,7 +80,7 @@ def _record(job: Job, launched: Launched) -> StepRecord:
         filled=launched.filled,
         cells=launched.cells,
         amounts=launched.amounts,
-        skipped=not (within or (finite and job.recipe.training.on_spike == "continue")),
+        skipped=not launched.left_out and not applied,
         left_out=launched.left_out,
         profiled=job.profile.covers(step),
     )
@@ -122,9 +123,11 @@ def _judge(job: Job, launched: Launched, record: StepRecord) -> None:
         )
     _spike(job, launched, record, names)
     if job.bad_steps >= job.recipe.training.max_bad_steps:
+        job.checkpoints.wait()
         raise DataError(
             f"the loss or gradient was not finite in {job.bad_steps} steps in a row, last at step {record.step} "
-            f"with {names}; look at those rows, lower training.lr, or raise training.max_bad_steps"
+            f"with {names}, and {job.checkpoints.newest_complete()}; look at those rows, lower training.lr, or raise "
+            "training.max_bad_steps"
         )
 
 

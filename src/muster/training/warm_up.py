@@ -55,13 +55,11 @@ def warm_up(job: Job) -> None:
         return
     if isinstance(engine, TorchEngine):
         state.init_optimizer_state(engine.optimizer)  # as in every step but the first
-    kept = [(b, b.clone()) for part in engine.parts for b in part.buffers()]
+    job.buffers.keep()
     _try_costliest(job)
     if on_gpu and isinstance(engine, TorchEngine):
         _choose_graphs(job, engine)
-    with torch.no_grad():
-        for buffer, before in kept:
-            buffer.copy_(before)
+    job.buffers.restore()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(job.mesh.device)  # what was only tried needed more
 

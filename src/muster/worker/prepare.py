@@ -45,7 +45,13 @@ from muster.training.mirror import Mirror
 from muster.training.optimizer import make_optimizer
 from muster.training.precision import LossScale, autocast, shared_precision
 from muster.training.replicas import kind
-from muster.training.rewind import Rewind, read_rewinds, remove_overtaken
+from muster.training.rewind import (
+    Rewind,
+    known_rewinds,
+    read_rewinds,
+    remove_overtaken,
+    write_rewinds,
+)
 from muster.training.selection import Selection, selection_for
 from muster.training.spikes import History
 from muster.training.trial import try_task
@@ -272,7 +278,13 @@ def resume(
     if saved is None:
         return checkpoints, Resumed(None, passed_over, {"step": 0}, rewinds)
     refuse_other_data(saved, data)
-    return checkpoints, Resumed(saved, passed_over, checkpoints.load(saved, engine), rewinds)
+    trainer = checkpoints.load(saved, engine)
+    known = known_rewinds(rewinds, trainer)
+    if (
+        known != rewinds and mesh.first
+    ):  # restored from a mirror, which has no files but checkpoints
+        write_rewinds(run.path, known)
+    return checkpoints, Resumed(saved, passed_over, trainer, known)
 
 
 def _mirror(recipe: Recipe, run: run_directory.Run) -> Mirror | None:

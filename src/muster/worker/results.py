@@ -164,6 +164,7 @@ def finish(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
         changes["answers"] = [vars(answer) for answer in said]
     results = write_results(job, run, done, best or final, peak, **changes)
     if mirror := job.checkpoints.mirror:
+        mirror.update(done)  # an earlier start may have been killed before it had copied all
         mirror.wait()  # when nothing else is left to lose
         changes["mirror"] = mirror.summary()
         results = write_results(job, run, done, best or final, peak, **changes)
