@@ -9,7 +9,8 @@ usage() {
 ./run_tests.sh --full       the same with long series of kills, complete tables, broken lessons, and mypy
 ./run_tests.sh --gpu        on NVIDIA GPUs, one or more: strategies, checkpoints, failures over NCCL (docs/rehearsal.md)
 ./run_tests.sh --guides     the commands of the guides behind systems/, as printed, by torchrun, deepspeed, srun, mpirun;
-                            the Python page and its notebook; two hosts; the live page in a browser; muster bench; the wheel
+                            the Python page and its notebook; hosts; the live page in a browser; muster bench; the wheel;
+                            what compiles, or starts servers and many interpreters
 ./run_tests.sh --mutations  plants each fault of tests/mutations.yaml and sees its test fail
 ./run_tests.sh tests/train -k parity    anything else goes to pytest, in one process
 TEXT

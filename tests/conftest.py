@@ -24,7 +24,7 @@ CACHE = "XDG_CACHE_HOME"
 LONG = ("launch", "systems", "plan", "parity", "train")
 SETS = {
     "full": "long storms and complete tables",
-    "guides": "every command of the guides, as printed, by real launchers; hosts, a browser, the wheel",
+    "guides": "every command of the guides, as printed, by real launchers; hosts, a browser, the wheel, servers",
     "gpu": "on NVIDIA GPUs, which ranks share where there are too few",
 }
 

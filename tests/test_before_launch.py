@@ -184,6 +184,7 @@ def test_a_run_that_goes_on_needs_neither_folder_nor_tokenizer(folder):
         check("gpt-micro", *gone)
 
 
+@pytest.mark.guides
 def test_none_of_it_imports_torch_or_leaves_a_run(folder):
     code = """
 import sys

@@ -79,6 +79,7 @@ def test_nothing_heavy_is_imported_for_them():
     check_imports([*HELP.values(), *MISTAKES.values(), *BENCH], HEAVY)
 
 
+@pytest.mark.guides
 def test_what_is_wrong_with_a_plan_or_a_recipe_is_said_before_torch_is_imported():
     check_imports([*PLAN, *TRAIN], ("torch", "transformers", "pyarrow"))
 

@@ -25,7 +25,13 @@ sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["forked", "new interpreter"])
+@pytest.mark.parametrize(
+    "real",
+    [
+        pytest.param(False, id="forked"),
+        pytest.param(True, id="new interpreter", marks=pytest.mark.guides),
+    ],
+)
 def test_a_program_finds_what_it_was_given(tmp_path, real):
     script = tmp_path / "look.py"
     script.write_text("import signal, torch\n" + LOOK)
@@ -45,7 +51,13 @@ def test_a_program_finds_what_it_was_given(tmp_path, real):
     assert done.stderr == "and an error\n"
 
 
-@pytest.mark.parametrize("real", [False, True], ids=["forked", "new interpreter"])
+@pytest.mark.parametrize(
+    "real",
+    [
+        pytest.param(False, id="forked"),
+        pytest.param(True, id="new interpreter", marks=pytest.mark.guides),
+    ],
+)
 def test_an_uncaught_error_is_shown_as_python_shows_it(tmp_path, real):
     (tmp_path / "fails.py").write_text("def inner():\n    1 / 0\n\n\ninner()\n")
     done = run([sys.executable, "fails.py"], tmp_path, code=1, real=real)

@@ -154,6 +154,7 @@ except muster.MusterError as error:
 """
 
 
+@pytest.mark.guides
 def test_ctrl_c_ends_the_waiting_and_a_failure_is_raised_in_words(recipe, tmp_path):
     script = WAITING.replace("RECIPE", repr(str(recipe)))
     said = processes.run([sys.executable, "-c", script], tmp_path).stdout.splitlines()

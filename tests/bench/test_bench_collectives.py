@@ -267,6 +267,7 @@ def test_nothing_is_learnt_from_small_or_wrong_ones(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.guides
 @on_cpu
 def test_a_new_measurement_of_the_device_keeps_what_is_known_of_links(tmp_path):
     bench.save_for_planner(learned(b4194304=3.0), tmp_path)
@@ -276,6 +277,7 @@ def test_a_new_measurement_of_the_device_keeps_what_is_known_of_links(tmp_path):
     assert document["measured"]["launch_us"] > 0
 
 
+@pytest.mark.guides
 @on_cpu
 def test_the_command_measures_keeps_draws_and_teaches(tmp_path):
     sizes = ["--min", "256K", "--max", "1M"]
@@ -314,6 +316,7 @@ def test_how_far_rank_0_is_comes_from_its_file_and_a_half_written_one_is_no_news
     assert told == [(3, 48)]
 
 
+@pytest.mark.guides
 def test_a_measurement_is_set_beside_an_earlier_one(ranks, tmp_path, monkeypatch):
     document = ranks(2)(_measure, {"only": ["broadcast"], "smallest": 1024, "largest": 1024})[0]
     monkeypatch.setattr(bench_ranks, "measure", lambda *_, **__: document)

@@ -164,6 +164,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_measuring(tmp_path, monk
         bench(tmp_path / "file" / "folder", 1.0)
 
 
+@pytest.mark.guides
 @on_cpu
 def test_the_command_prints_a_table_or_json_and_keeps_the_file(tmp_path):
     done = muster("bench", "device", "--seconds", "1", folder=tmp_path)

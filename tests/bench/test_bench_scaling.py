@@ -133,6 +133,7 @@ def test_one_of_two_ranks_gets_half_of_the_cores():
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.guides
 @two_cores
 def test_a_recipe_on_one_and_two_ranks(tmp_path: Path):
     words = ["gpt-micro", *SMALL, "--gpus", "2", "--steps", "4", "--dir", "kept"]
@@ -155,6 +156,7 @@ def test_what_a_later_point_cannot_do_is_refused_before_the_first(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.guides
 def test_the_command_shows_keeps_and_draws(tmp_path, monkeypatch):
     rows = [
         row("weak", 1, 8, 1.0, compute=0.9, rest=0.1) | {"strategy": "ddp"},

@@ -188,6 +188,7 @@ def test_a_cache_without_room_says_what_to_do(corpus, small_disk, monkeypatch):
     assert list((small_disk / "muster" / "tokens").iterdir()) == []
 
 
+@pytest.mark.guides
 def test_memory_stays_bounded_while_a_large_corpus_is_tokenized(tmp_path):
     import tracemalloc
 

@@ -83,6 +83,7 @@ def run_epoch(folder, shuffle: str, steps: int = 1000) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.guides
 def test_an_epoch_takes_little_memory_and_reads_each_row_group_about_once(corpus):
     found = run_epoch(corpus, "auto")
     assert found["seen"] == CLIPS

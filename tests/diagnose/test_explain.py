@@ -284,6 +284,7 @@ def survivor(tmp_path_factory) -> Path:
     return run.path
 
 
+@pytest.mark.guides
 def test_a_run_that_was_killed_and_went_on_says_so_and_nothing_else(survivor):
     (restart,) = explain_run(survivor).restarts
     assert (restart.kind, restart.step, restart.from_step) == ("restarted", 4, 3)

@@ -47,7 +47,7 @@ def _told(scan: Scan) -> list[object]:
     return [{name: (seen.count, seen.rank) for name, seen in scan.seen.items()}, *alone]
 
 
-@pytest.mark.parametrize("text", [b"Error\n", b"Error ", b"Error\nError x\n", b"Exit Code: 137\n"])
+@pytest.mark.parametrize("text", [b"Error ", b"Error\nError x\n"])
 def test_a_log_of_one_word_is_read_at_once(text: bytes) -> None:
     begin = time.process_time()
     explain_stream(io.BytesIO(text * (4 * 2**20 // len(text))), "train.log")

@@ -187,6 +187,7 @@ def rehearse_on(mesh, total: int) -> tuple[str, int, float]:
     return os.environ.get("NCCL_HOSTID", ""), ranks, limits[0]
 
 
+@pytest.mark.guides
 def test_ranks_that_join_have_hosts_and_shares_of_their_own(rehearsing):
     """A pool of its own: the variable holds while the ranks join."""
     own = pool.RankPool(2)

@@ -233,7 +233,13 @@ def heard() -> list[Any]:
     return [source.load(i) for i in range(2)]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters merged"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(False, id="whole"),
+        pytest.param(True, id="adapters merged", marks=pytest.mark.guides),
+    ],
+)
 def test_a_whisper_is_what_transformers_loads(tmp_path, heard, lora):
     """Model, processor and pipeline as they are, from a tokenizer that was learnt here."""
     from transformers import WhisperForConditionalGeneration, WhisperProcessor, pipeline
@@ -286,6 +292,7 @@ def test_the_head_of_a_ctc_loss_stays_out_of_the_folder(tmp_path):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.guides
 def test_whisper_adapters_are_what_peft_loads(tmp_path, heard):
     from transformers import WhisperForConditionalGeneration
 
@@ -305,6 +312,7 @@ def test_whisper_adapters_are_what_peft_loads(tmp_path, heard):
     assert_same(ours[..., : expected.shape[-1]], expected)
 
 
+@pytest.mark.guides
 def test_a_whisper_folder_is_scored_on_data_that_is_named(tmp_path):
     from data.clips import encode, tone, write_parquet
     from muster.cli.use import evaluate

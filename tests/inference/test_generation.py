@@ -35,7 +35,9 @@ def trained(preset: str = "gpt2-micro", *overrides: str) -> Trained:
     return Trained(task, model.eval(), torch.device("cpu"), Saved(Path("here"), {}))
 
 
-@pytest.fixture(scope="module", params=["gpt2-micro", "llama-micro"])
+@pytest.fixture(
+    scope="module", params=["gpt2-micro", pytest.param("llama-micro", marks=pytest.mark.guides)]
+)
 def model(request) -> Trained:
     return trained(request.param)
 

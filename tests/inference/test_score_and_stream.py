@@ -42,6 +42,7 @@ def causal(ranks, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.guides
 def test_a_live_pipe_gives_the_text_of_the_whole_file(causal, tmp_path):
     recogniser = inference.load_recogniser(causal)
     said = []

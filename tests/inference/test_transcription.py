@@ -251,6 +251,7 @@ def test_silence_says_nothing(tmp_path):
     assert (found.text, found.duration) == ("", 5.0)
 
 
+@pytest.mark.guides
 def test_more_windows_than_fit_into_a_pool_are_all_heard(recordings, monkeypatch):
     recogniser = babbler(False)
     usual = list(transcribe(recogniser, recordings))

@@ -34,6 +34,7 @@ def everyone_is_told(found: control_plane.Found) -> None:
     assert found.counts["nodes that have the decision"] == found.nodes
 
 
+@pytest.mark.guides
 def test_ranks_of_one_node_cost_shared_storage_no_more_than_one(tmp_path, files):
     """The operations of 8 nodes with 8 ranks each; each writes one file a second (made, opened, renamed, its folder's
     mode) and looks for one."""

@@ -148,7 +148,7 @@ def test_a_batch_made_of_two_numbers_stays_on_other_ranks(undisturbed, recipe, t
 @pytest.mark.parametrize(
     ("number", "to"),
     [
-        (signal.SIGTERM, "supervisor"),
+        pytest.param(signal.SIGTERM, "supervisor", marks=pytest.mark.guides),
         pytest.param(signal.SIGUSR1, "rank 1", marks=pytest.mark.full),
     ],
 )

@@ -62,6 +62,7 @@ print(json.dumps({"read": read, "stores": stores}))
 """
 
 
+@pytest.mark.guides
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_another_user_of_the_machine_finds_no_store_no_secret_and_changes_nothing(
     recipe, undisturbed, tmp_path

@@ -102,6 +102,7 @@ def test_stopping_saves_and_says_how_to_go_on(going):
     assert f"{going.name} is not running: it is stopped; go on:" in again.stderr
 
 
+@pytest.mark.guides
 def test_a_run_that_does_not_answer_is_killed_with_all_its_ranks(recipe, tmp_path):
     run = start(recipe, tmp_path)
     everyone = run.processes()
@@ -154,6 +155,7 @@ def smaller(ranks, recipe, tmp_path_factory) -> dict[int, list[float]]:
     return {world: [line["loss"] for line in lines] for world, lines in found.items()}
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize(("calls", "saved"), [pytest.param(1, 0, marks=pytest.mark.full), (4, 2)])
 def test_ranks_start_again_smaller_when_one_of_them_has_no_room(
     smaller, recipe, tmp_path, calls, saved

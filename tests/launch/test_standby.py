@@ -10,6 +10,7 @@ from muster.errors import LaunchError
 from muster.launch.standby import Standby
 
 
+@pytest.mark.guides
 def test_one_that_is_not_needed_ends_with_its_caller():
     standby = Standby()
     standby._channel.close()

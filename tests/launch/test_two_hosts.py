@@ -40,6 +40,7 @@ def assert_as_alone(undisturbed, folder: Path) -> None:
         assert figures(folder, name) == pytest.approx([line[name] for line in alone], rel=rel)
 
 
+@pytest.mark.guides
 def test_two_hosts_train_as_one_process_does_and_restart_together(
     hosts,  # noqa: F811
     recipe,

@@ -92,6 +92,7 @@ def test_every_form_equals_the_recurrence_by_hand(
         torch.testing.assert_close(wide.double(), expected, rtol=0, atol=1e-5, msg=form)
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize("form", QUICK_FORMS)
 def test_float32_forms_stay_within_1e_5_of_the_recurrence_at_the_guides_size(form: str):
     u = torch.randn(1, 500, 1)

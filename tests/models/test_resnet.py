@@ -138,6 +138,7 @@ def test_the_mnist_network_sees_every_pixel_of_any_size(size):
     assert seen[:even, :even].all()
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize("preset", COUNTS)
 def test_every_parameter_has_a_part_in_the_loss(preset):
     torch.manual_seed(0)

@@ -110,6 +110,7 @@ def test_a_token_does_not_see_those_after_it(tmp_path: Path):
     assert_close(model(features(), tokens())[:, :9], model(features(), tokens()[:, :9]), 1e-5)
 
 
+@pytest.mark.guides
 def test_compiled_layers_compute_the_same(tmp_path: Path):
     model = ours(make(), tmp_path)
     with torch.no_grad():

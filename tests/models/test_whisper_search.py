@@ -177,6 +177,7 @@ def test_the_prompt_and_what_is_said_fit_the_positions(tmp_path: Path):
         model(features(1), torch.full((1, 24), 5), Search(END, 1))
 
 
+@pytest.mark.guides
 def test_a_search_needs_no_gradients_and_leaves_compiled_layers_alone(tmp_path: Path):
     model = ours(make(2, 0.5), tmp_path)
     search = Search(END, 10, 2)

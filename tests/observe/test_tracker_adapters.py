@@ -122,6 +122,7 @@ def wandb_records(path: Path):
             part = b""
 
 
+@pytest.mark.guides
 @needs("wandb")
 def test_weights_and_biases_offline_has_the_metrics_and_nothing_of_the_machine(
     folder, monkeypatch, capfd

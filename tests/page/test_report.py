@@ -152,6 +152,7 @@ def runs(recipe, tmp_path_factory):
     return folder / "runs"
 
 
+@pytest.mark.guides
 def test_a_run_that_finished_left_its_report(runs):
     assert Logging().report  # where nothing is said
     run = run_directory.find("good", runs)

@@ -48,6 +48,7 @@ def test_checkpointing_gives_the_same_gradient_to_the_bit(config, mode):
         assert torch.equal(same[name], gradient), name
 
 
+@pytest.mark.guides
 def test_full_keeps_inputs_and_selective_the_products_too():
     rows, time = 16, 8
     state = rows * time * GPT.width * 4
@@ -114,7 +115,7 @@ def test_the_classes_named_are_wrapped(ranks):
 @pytest.mark.parametrize(
     "backend",
     [
-        "aot_eager",
+        pytest.param("aot_eager", marks=pytest.mark.guides),
         pytest.param(
             "inductor",  # the default; its first compilation takes a minute
             marks=[

@@ -74,7 +74,10 @@ def go_on(ranks, straight, clips, folder: Path, before: int, after: int) -> Trai
     return ranks(after)(train_on, str(folder), str(clips))[0]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [pytest.param(1, 2, marks=pytest.mark.guides), pytest.param(2, 1, marks=pytest.mark.full)],
+)
 def test_streamed_clips_in_windows_go_on_at_the_same_sample_on_another_world(
     ranks, straight, clips, tmp_path, record_property, before, after
 ):

@@ -43,7 +43,7 @@ def test_the_masks_of_these_rows_matter(course_of):
     ("strategy", "mode"),
     [
         ("fsdp", "full"),
-        ("zero3", "selective"),
+        pytest.param("zero3", "selective", marks=pytest.mark.guides),
         # After ZeRO 3 in the same process.
         pytest.param("fsdp", "selective", marks=pytest.mark.full),
         pytest.param("zero3", "full", marks=pytest.mark.full),

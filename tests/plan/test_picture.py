@@ -175,6 +175,7 @@ def test_without_matplotlib_the_error_says_how_to_install_it(tmp_path, monkeypat
         draw_memory(tmp_path / "a", stacks(1, 1, 1, 1, 1, 1), 8, "x")
 
 
+@pytest.mark.guides
 def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     code = (
         "import sys; from pathlib import Path; from muster.planner.picture import draw_memory\n"

@@ -143,6 +143,7 @@ def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path):
     assert saved.load("one") is None
 
 
+@pytest.mark.guides
 def test_a_plan_from_the_cache_does_not_import_what_only_recording_needs():
     """In an interpreter of its own. A model on the meta device is part of every plan."""
     code = f"""

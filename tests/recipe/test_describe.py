@@ -148,6 +148,7 @@ def test_importing_muster_imports_none_of_the_recipe_libraries() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.guides
 def test_the_whole_recipe_package_never_imports_torch() -> None:
     code = "import sys, muster.recipe.load as l; l.load('speech');sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -185,6 +185,7 @@ def test_the_page_has_the_tables_and_says_what_is_said(tmp_path, monkeypatch):
         assert str(caught.value) == message
 
 
+@pytest.mark.guides
 def test_every_command_and_key_of_the_page_exists():
     page = PAGE.read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page, flags=re.DOTALL))

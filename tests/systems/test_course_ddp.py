@@ -68,6 +68,7 @@ if "RANK" in os.environ:
 """
 
 
+@pytest.mark.guides
 def test_training_stopped_by_a_signal_goes_on_and_equals_one_process(tmp_path):
     command = [*TORCHRUN, "01-ddp-basics/ddp_training.py", "--folder", str(tmp_path)]
     command += ["training.steps=8", "checkpoint.every_steps=null"]
@@ -110,7 +111,12 @@ def test_a_finished_run_begins_again_on_other_ranks_and_touches_nothing_else(tmp
 @pytest.mark.parametrize(
     ("line", "instead", "complaint"),
     [
-        ("(loss * mesh.world / units)", "(loss / units)", "norm is off by"),
+        pytest.param(
+            "(loss * mesh.world / units)",
+            "(loss / units)",
+            "norm is off by",
+            marks=pytest.mark.guides,
+        ),
         pytest.param(
             'optimizer.load_state_dict(saved["optimizer"])',
             "pass",

@@ -29,6 +29,7 @@ def claims(words: str) -> list[str]:
     return [line for line in words.splitlines() if "rank(s)" in line]
 
 
+@pytest.mark.guides
 @pytest.mark.both
 def test_every_stage_trains_as_one_process_and_cuts_what_it_promises():
     one, two, three = claims(torchrun("03-deepspeed/deepspeed_train.py", *SMALL))

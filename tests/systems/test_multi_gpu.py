@@ -82,6 +82,7 @@ def column(run: Path, name: str):
     return [line[name] for line in read_lines(run / "metrics.jsonl")]
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize(
     ("command", "ranks", "strategy"),
     [
@@ -116,6 +117,7 @@ def test_the_trainer_walks_the_same_path_as_musters_loop(trained, command):
     )
 
 
+@pytest.mark.guides
 def test_the_perplexity_is_that_of_the_saved_folder(trained, folder):
     """Against transformers' own model over the raw bytes."""
     from transformers import AutoModelForCausalLM

@@ -159,6 +159,7 @@ def test_a_run_in_the_background_is_shown_lives_on_its_own_and_leaves_its_result
     assert list(newest(system).glob("tensorboard/events*"))
 
 
+@pytest.mark.guides
 def test_clean_lists_asks_and_removes(by_torchrun, system):
     root = system / "logs" / "training"
     names = [path.name for path in root.iterdir() if not path.is_symlink()]
@@ -224,6 +225,7 @@ def test_absent_weights_and_data_are_named_with_the_command_that_gets_them(syste
     assert MISSING in done.stderr.splitlines()[0]
 
 
+@pytest.mark.guides
 def test_weights_that_were_fetched_are_found(system, tmp_path):
     """Where and how `hf download` keeps them."""
     kept = tmp_path / "hub" / "models--openai--whisper-small"

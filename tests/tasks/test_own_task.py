@@ -336,6 +336,7 @@ def travelled(tmp_path_factory):
     return folder, again.stdout
 
 
+@pytest.mark.guides
 def test_a_run_goes_on_with_its_own_copy_and_says_that_the_file_changed(travelled):
     folder, said = travelled
     assert "fit.py has changed since this run began; the run goes on with its own copy" in " ".join(

@@ -158,6 +158,7 @@ def test_a_step_that_does_not_fit_is_done_again_and_the_small_size_stays(ranks, 
     assert len(event["rows"]) == 8
 
 
+@pytest.mark.guides
 def test_a_shrunk_run_that_is_continued_begins_with_the_small_size(ranks, tmp_path):
     ranks(1)(train_in, str(tmp_path), [SHRINK], 5)
     (again,) = ranks(1)(train_in, str(tmp_path), [SHRINK, "training.steps=4"], None)
@@ -347,6 +348,7 @@ def test_other_errors_are_not_taken_for_it():
     assert not out_of_memory(raised.value)
 
 
+@pytest.mark.guides
 def test_the_largest_tensors_are_named():
     model = torch.nn.Linear(1000, 3000)
     model.weight.grad = torch.zeros_like(model.weight)

@@ -100,6 +100,7 @@ def disk(ranks, shards, tmp_path_factory) -> list[tuple[float, float]]:
     return results(folder)
 
 
+@pytest.mark.guides
 def test_training_from_a_bucket_that_fails_is_bit_for_bit_as_from_disk(
     s3, ranks, shards, disk, tmp_path
 ):
@@ -126,6 +127,7 @@ def test_training_from_a_bucket_that_fails_is_bit_for_bit_as_from_disk(
         assert variables[secret] not in kept
 
 
+@pytest.mark.guides
 def test_a_run_goes_on_from_the_mirror_on_an_empty_disk(s3, ranks, shards, disk, tmp_path):
     variables = remote_servers.environment(s3)
     asked = [f"data.train={shards}", "checkpoint.mirror=s3://mirror/b"]

@@ -101,7 +101,14 @@ ROWS: dict[
 }
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full), 4])
+@pytest.mark.parametrize(
+    "world",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.full),
+        pytest.param(4, marks=pytest.mark.guides),
+    ],
+)
 def test_a_flipped_bit_is_found_and_its_rank_named(ranks, world):
     """The rank that differs from most; of two, both."""
     rows = ROWS[world]

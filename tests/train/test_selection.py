@@ -141,6 +141,7 @@ def finish_and_weigh(mesh, folder, overrides, recipe, script) -> tuple[dict[str,
     return results, whole
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("zero3", marks=pytest.mark.full)])
 def test_an_engine_that_has_trained_in_shards_is_scored_with_its_best_weights(
     ranks, tiny_recipe, tmp_path, strategy
@@ -185,6 +186,7 @@ def damage(checkpoint: Path) -> None:
     shard.write_bytes(data)
 
 
+@pytest.mark.guides
 def test_a_best_checkpoint_that_is_damaged_does_not_end_a_run(ranks, tiny_recipe, tmp_path):
     recipe, unseen = tiny_recipe
     file = unseen[0].partition("=")[2]

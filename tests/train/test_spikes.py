@@ -171,7 +171,7 @@ def events(folder: Path, what: str) -> list[dict[str, Any]]:
     return [event for event in read_lines(folder / "events.jsonl") if event["event"] == what]
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.guides), True])
 def test_a_skipped_spike_is_a_step_without_update(ranks, recipe, tmp_path, late):
     spikes = {AT: HUGE}
     skip = ["training.on_spike=skip"]
@@ -224,7 +224,7 @@ def test_stop_names_step_loss_limit_and_rows(ranks, recipe, tmp_path):
     assert complete_steps(tmp_path) == [10, 20, 30]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.guides), 2])
 def test_a_rewind_leaves_out_the_batch_and_a_resumed_run_does_too(ranks, recipe, tmp_path, world):
     again, spikes = ["training.on_spike=rewind"], {AT: HUGE, AT + 8: HUGE}
     longer = [f"training.steps={STEPS + 6}", *again]

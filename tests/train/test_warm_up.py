@@ -46,6 +46,7 @@ def course(mesh, folder: str, compiled: bool) -> tuple[str, list[float]]:
     ]
 
 
+@pytest.mark.guides
 def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
     ((plain, expected),) = ranks(1)(course, str(tmp_path / "plain"), False)
     ((reason, losses),) = ranks(1)(course, str(tmp_path / "broken"), True)
@@ -55,6 +56,7 @@ def test_a_run_goes_on_where_its_model_cannot_be_compiled(ranks, tmp_path):
     assert losses == expected
 
 
+@pytest.mark.guides
 def test_several_ranks_start_again_where_one_cannot_compile(ranks, tmp_path):
     """And find it written down: they compile nothing then."""
     with pytest.raises(RankError) as failure:
