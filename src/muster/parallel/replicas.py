@@ -103,9 +103,7 @@ def _hash(tensor: Tensor, weights: Tensor) -> Tensor:
         if missing or piece.storage_offset() % 8:
             piece = pad(piece, (0, missing)).clone()
         lanes = piece.view(torch.int64)
-        upper = (
-            lanes >> 32
-        ) & 0xFFFFFFFF  # a shift alone would copy the sign: x and ~x would be one
+        upper = (lanes >> 32) & 0xFFFFFFFF  # without the sign, or x and ~x would be the same
         mixed = (lanes ^ upper).mul_(weights[: lanes.numel()])
         total = total * MULTIPLIER + mixed.sum()
     return total
