@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from muster.errors import LaunchError, RecipeError
 from muster.launch import addresses, membership
 from muster.launch.cluster import Node
 from muster.launch.membership import ElasticNodes, Node0LostError
-from muster.launch.nodes import RunEndedError
+from muster.launch.nodes import NodeRendezvous, PeerFailedError, RunEndedError
 from processes import until
 
 OUTSIDE = [a for a in addresses.own_addresses() if not ipaddress.ip_address(a).is_loopback]
@@ -114,10 +115,71 @@ def test_a_node_that_was_taken_for_lost_ends_its_ranks_and_waits(machine):
     a = machine("a", 0, (1, 2)).join()
     b = machine("b").join()
     a.joined(), b.joined()
-    a.nodes.known[1] = membership.replace(a.nodes.known[1], ranks=0)
-    b.nodes.offer(0)
+    b.nodes.offer(0)  # just now: no heartbeat of a's has noted it
     assert a.join().joined() == ["a:2"]
     until(b.nodes.peer_failed, 10)
+
+
+def test_a_roster_is_made_of_what_machines_offer_at_that_moment(machine):
+    a = machine("a", 0, (2, 2)).join()
+    b = machine("b").join()
+    assert a.joined() == b.joined() == ["a:2", "b:2"]
+    b.nodes.offer(1)
+    assert a.join().joined() == b.join().joined() == ["a:2", "b:1"]
+
+
+def test_a_machine_that_died_just_before_the_roster_ends_the_attempt_and_not_the_run(machine):
+    """Its agent never says how many ranks it starts."""
+    a = machine("a", 0, (1, 2)).join()
+    b = machine("b").join()
+    a.joined(), b.joined()
+    b.fall_silent()
+    assert a.join().joined() == ["a:2", "b:2"], "its last heartbeat is not old enough"
+    store = NodeRendezvous(a.nodes, "run").next_rendezvous().store
+    store.set("0", "two ranks")
+    begun = time.monotonic()
+    with pytest.raises(PeerFailedError):
+        store.multi_get(["0", "1"])
+    assert time.monotonic() - begun < SILENT_S + 5
+    report = a.nodes.silence()
+    assert report is not None
+    assert report["silent"] == 1
+    assert report["seconds"] > SILENT_S
+    assert a.join().joined() == ["a:2"]
+
+
+def test_a_machine_is_taken_in_again_after_a_roster_that_had_it_though_it_was_gone(machine):
+    """That it is in a roster is no heartbeat of it: its next supervisor is no second one."""
+    a = machine("a", 0, (1, 2)).join()
+    b = machine("b").join()
+    a.joined(), b.joined()
+    b.fall_silent()
+    again = machine("b", process="b-2").join()
+    until(lambda: 2 in a.nodes.known, 10)
+    for _ in range(3):  # attempts that end at once
+        a.join().joined()
+        time.sleep(0.4)
+    until(lambda: a.nodes.present() == [0, 2], 10)
+    assert a.join().joined() == again.joined() == ["a:2", "b:2"]
+
+
+def test_a_silence_that_ends_still_ends_the_attempt_with_a_report_of_it(machine):
+    a = machine("a", 0, (2, 2)).join()
+    b = machine("b").join()
+    a.joined(), b.joined()
+    for one, other in ((a, 1), (b, 0)):
+        assert one.nodes.silence() is None
+        heard = one.nodes._last_seen[other][0]
+        one.nodes._last_seen[other] = (heard, time.monotonic() - SILENT_S - 1)
+        assert one.nodes.peer_failed()
+        until(lambda: not one.nodes.silent_nodes(), 10)  # noqa: B023  # it is heard again
+        assert one.nodes.peer_failed(), "its ranks are not started again in this attempt"
+        report = one.nodes.silence()
+        assert report is not None
+        assert report["silent"] == other
+    assert a.join().joined() == b.join().joined()
+    assert not a.nodes.peer_failed()
+    assert a.nodes.silence() is None
 
 
 def test_too_few_end_by_a_sentence_on_every_node(machine):

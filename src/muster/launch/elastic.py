@@ -151,7 +151,7 @@ class ElasticSupervisor(Supervisor):
 
     def _attempt(self) -> dict[str, Any] | None:
         found = super()._attempt()
-        rank = found["rank"] if found else None
+        rank = found.get("rank") if found else None
         if found and rank is not None and _device_failed(found):
             self._exclude(rank - self.nodes.first_rank)
             found["lost_device"] = found["host"]

@@ -151,7 +151,8 @@ class Supervisor:
         return self.ranks * self.node.nodes
 
     def _attempt(self) -> dict[str, Any] | None:
-        """Run this node's ranks once; None when all of them succeeded or another node's failure ended them."""
+        """Run this node's ranks once: how they failed, or which node's silence ended them; None when all of them
+        succeeded or another node's failure ended them."""
         from muster.launch import failure
         from muster.launch.agent import run_ranks
 
@@ -163,9 +164,11 @@ class Supervisor:
         attempt = attempt_name(f"{run_id}/0")  # as the ranks' own variables say it
         with collecting(self.run.path, str(node), attempt):
             codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
+        silence = self.nodes.silence() if codes is None else None
+        if codes or silence:
+            self.nodes.report_failure()
         if not codes:
-            return None
-        self.nodes.report_failure()
+            return silence
         return failure.collect(self.run.path, codes, self.world, before, attempt)
 
     def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -173,7 +176,7 @@ class Supervisor:
         from muster.launch import failure
 
         failures = [
-            self._lost_node(report["silent"]) if "silent" in report else report
+            self._lost_node(report) if "silent" in report else report
             for report in reports
             if report
         ]
@@ -188,10 +191,12 @@ class Supervisor:
             write_json(self.run.path / f"node-{self.node.label}.json", worst)
         return {"again": False, "exit_code": 1, "failure": worst}
 
-    def _lost_node(self, node: int) -> dict[str, Any]:
+    def _lost_node(self, report: dict[str, Any]) -> dict[str, Any]:
         from muster.launch import failure
 
-        return failure.lost_node(node, self.nodes.hosts[node], self.nodes.seconds_silent(node))
+        node = report["silent"]
+        seconds = report["seconds"] if "seconds" in report else self.nodes.seconds_silent(node)
+        return failure.lost_node(node, self.nodes.hosts[node], seconds)
 
     def _should_restart(self, worst: dict[str, Any]) -> bool:
         """After a kill by a signal, up to max_restarts times without a new checkpoint."""

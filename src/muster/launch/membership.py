@@ -103,15 +103,11 @@ class ElasticNodes(Nodes):
         """The next attempt: node 0 decides who takes part, the others wait until they do."""
         if self.asked.rank == 0:
             self._publish(self._gather())
-        elif not self._query(self._await_roster):
+        elif not self.query(self._await_roster):
             raise Node0LostError
-        now = time.monotonic()
-        for number in self.members:
-            if number in self._last_seen:
-                self._last_seen[number] = (self._last_seen[number][0], now)
 
-    def _gather(self) -> list[int]:
-        """Ids of the nodes of the next attempt: more than the fewest if they come soon."""
+    def _gather(self) -> dict[int, Member]:
+        """The nodes of the next attempt, and what each offers now: more than the fewest if they come soon."""
         least, most = self.asked.least or 1, self.asked.nodes
         end, settled = time.monotonic() + self.timeout_s, 0.0
         while True:
@@ -119,10 +115,23 @@ class ElasticNodes(Nodes):
             if len(found) >= least:
                 settled = settled or now + (0.0 if self.attempt else GATHER_S)
                 if len(found) == most or now >= settled:
-                    return found
+                    chosen = self._offers(found)
+                    if chosen and all(member.ranks for member in chosen.values()):
+                        return chosen
             if now > end:
                 raise self._end_by(self._too_few(len(found), least))
             time.sleep(POLL_S)
+
+    def _offers(self, ids: Sequence[int]) -> dict[int, Member]:
+        """As they are in the store: what the heartbeats have noted may be a second old, and a device have failed.
+        None at all while one of them is written."""
+        keys = {_signed_in(n): n for n in ids if n != self.id}
+        there = self.store.present(list(keys))
+        found = {keys[key]: _member(text) for key, text in there.items()}
+        if len(found) < len(keys):
+            return {}
+        self.known.update(found)
+        return {n: found.get(n, self.me) for n in ids}
 
     def _too_few(self, here: int, least: int) -> str:
         places = {self.known[n].machine for n in self.present()}
@@ -140,13 +149,14 @@ class ElasticNodes(Nodes):
         self.end(words)
         return LaunchError(words)
 
-    def _publish(self, ids: Sequence[int]) -> None:
+    def _publish(self, chosen: dict[int, Member]) -> None:
         try:
-            shares = self.share([self.known[n].ranks for n in ids])
+            shares = self.share([member.ranks for member in chosen.values()])
         except RecipeError as error:
             raise self._end_by(str(error)) from None
         members = {
-            n: replace(self.known[n], ranks=count) for n, count in zip(ids, shares, strict=True)
+            n: replace(member, ranks=count)
+            for (n, member), count in zip(chosen.items(), shares, strict=True)
         }
         roster = {n: member for n, member in members.items() if member.ranks}
         self._take(self.attempt + 1, roster)
@@ -154,9 +164,11 @@ class ElasticNodes(Nodes):
         self.store.set("roster", json.dumps({"attempt": self.attempt, "members": listed}))
 
     def _take(self, attempt: int, roster: dict[int, Member]) -> None:
-        self.attempt, self.roster, self.members = attempt, roster, list(roster)
+        """The number of the attempt last: with it, a heartbeat tells of these members."""
+        self.roster, self.members = roster, list(roster)
         self.hosts = {n: member.host for n, member in roster.items()}
         self.node = replace(self.asked, rank=self.members.index(self.id), nodes=len(roster))
+        self.attempt = attempt
 
     def _await_roster(self) -> bool:
         while True:
@@ -168,7 +180,7 @@ class ElasticNodes(Nodes):
             if attempt > self.attempt and self.id in roster:
                 self._take(attempt, roster)
                 return True
-            time.sleep(POLL_S)
+            self._pause(POLL_S)
 
     def end(self, why: str | int) -> None:
         """Node 0, before it ends: those that wait for the next attempt end too, with this exit code or by
@@ -196,7 +208,7 @@ class ElasticNodes(Nodes):
         limit = min(SILENT_S, self.stall_limit_s)
         return number != self.id and self.seconds_silent(number) > limit
 
-    def silent_nodes(self, longer_than: float | None = None) -> list[int]:
+    def silent_nodes(self) -> list[int]:
         """Nodes of this attempt that are lost, also because their machine has signed in again; the others
         observe node 0 only."""
         if self.asked.rank != 0:
@@ -211,18 +223,24 @@ class ElasticNodes(Nodes):
 
     def peer_failed(self) -> bool:
         """Also where node 0 goes on without this node, which it took for lost."""
-        superseded = self._published > self.attempt
-        return self._failed_in == self.attempt or superseded or bool(self.silent_nodes())
+        if self._published > self.attempt:
+            self._failed_in = self.attempt
+        return super().peer_failed()
+
+    def _lost(self) -> list[int]:
+        return self.silent_nodes()
 
     def _watch(self, store: SignedStore) -> None:
+        attempt = self.attempt  # before its members are looked at
         if self.asked.rank != 0:
             self._published, roster = _read_roster(store)
             others = [member.address for n, member in roster.items() if n]
             self.successor = others[0] if others else self.me.address
             return
         self._look_around(store)
-        if self.silent_nodes():
-            store.set(self._key("failed"), str(self.id))  # the others end their ranks too
+        if silent := self.silent_nodes():
+            self._note_silence(attempt, silent[0])
+            store.set(self._key("failed", attempt=attempt), str(self.id))  # the others end theirs
         elif self.roster and self._would_grow():
             self.on_growth()
 
@@ -233,7 +251,7 @@ class ElasticNodes(Nodes):
             if number not in self.known:
                 self._first_seen[number] = time.monotonic()
                 self._last_seen[number] = (b"", time.monotonic())
-            self.known[number] = Member(**json.loads(store.get(_signed_in(number))))
+            self.known[number] = _member(store.get(_signed_in(number)))
             number += 1
         present = {self.known[n].machine: n for n in self.present()}
         for number, member in self.known.items():
@@ -256,6 +274,10 @@ def _read_roster(store: SignedStore) -> tuple[int, dict[int, Member]]:
         return 0, {}
     found = json.loads(store.get("roster"))
     return found["attempt"], {m.pop("id"): Member(**m) for m in found["members"]}
+
+
+def _member(text: bytes) -> Member:
+    return Member(**json.loads(text))
 
 
 def _signed_in(number: int) -> str:
