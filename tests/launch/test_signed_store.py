@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +91,33 @@ def test_what_another_process_of_the_run_wrote_later_stays():
     other.set("failed", "1")
     one.write_again()
     assert other.get("failed") == b"1"
+
+
+def test_several_threads_may_write_at_once():
+    """The heartbeats, and what waits for the other nodes."""
+    store, errors = both()[0], list[Exception]()
+    end = time.monotonic() + 1.0
+    interval = sys.getswitchinterval()
+
+    def write(number: int) -> None:
+        try:
+            while time.monotonic() < end:
+                store.set(f"1/report/{next(numbers)}", str(number))
+                store.write_again()
+        except Exception as error:
+            errors.append(error)
+
+    numbers = itertools.count()
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
 
 
 def test_the_first_of_the_run_wins_a_key_also_where_a_stranger_was_before():
