@@ -210,7 +210,7 @@ def _follow_node(started: Started) -> None:
     except KeyboardInterrupt:
         console.print(f"\nnode {node.label} goes on (process {process.pid})")
         raise typer.Exit(130) from None
-    told = run.path / f"node-{node.label}.json"
+    told = local.node_report(run, node)
     found = json.loads(told.read_text()) if told.is_file() else run.info().get("failure")
     if code and found:
         console.print(failure_panel(found, shown(run)))

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ from muster.launch.signed_store import SignedStore
 
 GATHER_S = 3.0  # at the start, for more nodes once the fewest have come
 POLL_S = 0.05
+CHECK_S = 1.0  # while it waits for other nodes
 TWICE_S = 5.0  # a machine that still sends heartbeats so long after it has signed in again is two
 
 Share = Callable[[Sequence[int]], list[int]]
@@ -48,7 +50,8 @@ class Member:
 
 class ElasticNodes(Nodes):
     """`share` says how many ranks each node starts, of those that each offers, or raises a RecipeError.
-    `on_growth` is called in a thread of node 0 while the next attempt would have more ranks than this one."""
+    `on_growth` is called in a thread of node 0 with True while the next attempt would have more ranks than this one,
+    and with False when it would not any more. `check` raises what is to end a wait for other nodes."""
 
     def __init__(
         self,
@@ -60,17 +63,26 @@ class ElasticNodes(Nodes):
         share: Share,
         machine: str,
         process: str,
-        on_growth: Callable[[], None] = lambda: None,
+        on_growth: Callable[[bool], None] = lambda grows: None,
+        check: Callable[[], None] = lambda: None,
         secret: bytes | None = None,
     ) -> None:
-        self.asked, self.share, self.on_growth = node, share, on_growth
+        self.asked, self.share, self.on_growth, self.check = node, share, on_growth, check
         self.me = Member(os.uname().nodename, _own_address(node.address), machine, process, ranks)
         self.known: dict[int, Member] = {}  # at node 0 everyone who has ever signed in, by id
         self.roster: dict[int, Member] = {}  # who takes part in this attempt, by id
         self.successor = self.me.address  # who is to be node 0 if node 0 is lost: on all the same
         self._first_seen: dict[int, float] = {}
         self._published = 0  # the newest attempt of node 0
+        self._checked = 0.0
+        self._grows = threading.Event()
+        self._looked: tuple[object, bool] = (
+            None,
+            False,
+        )  # at whom, and whether the next attempt would grow
         super().__init__(node, timeout_s, stall_limit_s, secret)
+        if node.rank == 0 and node.nodes > 1:
+            threading.Thread(target=self._tell_growth, daemon=True, name="growth").start()
 
     def _sign_in(self) -> None:
         text = json.dumps(asdict(self.me))
@@ -111,6 +123,7 @@ class ElasticNodes(Nodes):
         least, most = self.asked.least or 1, self.asked.nodes
         end, settled = time.monotonic() + self.timeout_s, 0.0
         while True:
+            self._check()
             now, found = time.monotonic(), self.present()[:most]
             if len(found) >= least:
                 settled = settled or now + (0.0 if self.attempt else GATHER_S)
@@ -121,6 +134,12 @@ class ElasticNodes(Nodes):
             if now > end:
                 raise self._end_by(self._too_few(len(found), least))
             time.sleep(POLL_S)
+
+    def _check(self) -> None:
+        """Now and then: it looks into the run directory."""
+        if time.monotonic() >= self._checked + CHECK_S:
+            self._checked = time.monotonic()
+            self.check()
 
     def _offers(self, ids: Sequence[int]) -> dict[int, Member]:
         """As they are in the store: what the heartbeats have noted may be a second old, and a device have failed.
@@ -168,6 +187,7 @@ class ElasticNodes(Nodes):
         self.roster, self.members = roster, list(roster)
         self.hosts = {n: member.host for n, member in roster.items()}
         self.node = replace(self.asked, rank=self.members.index(self.id), nodes=len(roster))
+        self._grows.clear()
         self.attempt = attempt
 
     def _await_roster(self) -> bool:
@@ -176,6 +196,7 @@ class ElasticNodes(Nodes):
                 raise RunEndedError(json.loads(self.store.get("ended")))
             if self.store.check([refused := f"refused/{self.id}"]):
                 raise LaunchError(self.store.get(refused).decode())
+            self._check()
             attempt, roster = _read_roster(self.store)
             if attempt > self.attempt and self.id in roster:
                 self._take(attempt, roster)
@@ -186,8 +207,8 @@ class ElasticNodes(Nodes):
         """Node 0, before it ends: those that wait for the next attempt end too, with this exit code or by
         this sentence."""
         self.store.set("ended", json.dumps(why))
-        waiting = [n for n in self.present() if isinstance(why, str) or n not in self.roster]
-        if set(waiting) - {self.id}:
+        waiting = [n for n in self.known if isinstance(why, str) or n not in self.roster]
+        if any(n != self.id and not self._is_silent(n) for n in waiting):
             time.sleep(2 * HEARTBEAT_S)  # they read it before the store is gone
 
     def present(self) -> list[int]:
@@ -233,16 +254,40 @@ class ElasticNodes(Nodes):
     def _watch(self, store: SignedStore) -> None:
         attempt = self.attempt  # before its members are looked at
         if self.asked.rank != 0:
-            self._published, roster = _read_roster(store)
-            others = [member.address for n, member in roster.items() if n]
-            self.successor = others[0] if others else self.me.address
+            found = store.present(["roster", "successor"])
+            if "roster" in found:
+                self._published = json.loads(found["roster"])["attempt"]
+            self.successor = found.get("successor", self.me.address.encode()).decode()
             return
         self._look_around(store)
         if silent := self.silent_nodes():
             self._note_silence(attempt, silent[0])
             store.set(self._key("failed", attempt=attempt), str(self.id))  # the others end theirs
-        elif self.roster and self._would_grow():
-            self.on_growth()
+        elif self.roster:
+            self._note_growth(attempt)
+        self._name_successor(store)
+
+    def _note_growth(self, attempt: int) -> None:
+        if not self._would_grow():
+            self._grows.clear()
+        elif attempt == self.attempt:
+            self._grows.set()
+
+    def _tell_growth(self) -> None:
+        """In a thread of its own: storage that does not answer must not hold up the heartbeats."""
+        told = False
+        while not self._closing.wait(HEARTBEAT_S):
+            grows = self._grows.is_set()
+            if grows or told:
+                self.on_growth(grows)
+            told = grows
+
+    def _name_successor(self, store: SignedStore) -> None:
+        """Whom all take for the next node 0: one that trains, or else one that waits."""
+        others = sorted((n not in self.roster, n) for n in self.present() if n)
+        if others and (address := self.known[others[0][1]].address) != self.successor:
+            self.successor = address
+            store.set("successor", address)
 
     def _look_around(self, store: SignedStore) -> None:
         """Node 0: who has signed in, who offers another number of ranks, who has signed in twice."""
@@ -263,8 +308,14 @@ class ElasticNodes(Nodes):
 
     def _would_grow(self) -> bool:
         ids = self.present()[: self.asked.nodes]
+        now = (self.attempt, [(n, self.known[n].ranks) for n in ids])
+        if now != self._looked[0]:
+            self._looked = now, self._has_more([self.known[n].ranks for n in ids])
+        return self._looked[1]
+
+    def _has_more(self, offers: Sequence[int]) -> bool:
         with suppress(RecipeError):
-            return sum(self.share([self.known[n].ranks for n in ids])) > self.world
+            return sum(self.share(offers)) > self.world
         return False
 
 

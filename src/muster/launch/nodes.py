@@ -70,6 +70,7 @@ class Nodes:
         self._last_seen = {n: (b"", time.monotonic()) for n in others}
         self._token = secrets.token_hex(8)
         self._told = ""  # the latest problem of a heartbeat
+        self._given_up = False
         self._failed_in = 0  # the attempt in which another node's ranks failed
         self._silence: tuple[int, dict[str, Any]] = (0, {})  # the attempt, and who was silent in it
         self._closing = threading.Event()
@@ -148,7 +149,11 @@ class Nodes:
         this attempt, also where the lost node is heard again: others may have ended their ranks."""
         if silent := self._lost():
             self._note_silence(self.attempt, silent[0])
-        return self._failed_in == self.attempt
+        return self._given_up or self._failed_in == self.attempt
+
+    def give_up(self) -> None:
+        """This node's ranks end, now and in every attempt: the run is another's."""
+        self._given_up = True
 
     def _lost(self) -> list[int]:
         """Nodes for whose silence ranks are ended."""
