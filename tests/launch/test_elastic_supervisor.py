@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -58,6 +61,26 @@ def test_a_stop_that_is_requested_while_another_node_waits_ends_it_and_is_no_sta
     with pytest.raises(RunEndedError):
         one._find_node_0()
     assert one.run.info()["state"] == "running"
+
+
+def test_a_machine_that_is_told_to_go_while_it_waits_leaves_and_asks_nobody_to_stop(
+    supervisor, monkeypatch
+):
+    told = threading.Event()
+    monkeypatch.setattr(elastic, "LEAVE", told)
+    one = supervisor(1)
+    kept = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
+    try:
+        local.leave_on_signal(one.run, told.set)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(5)
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGUSR1), kept, strict=True):
+            signal.signal(number, handler)
+    with pytest.raises(RunEndedError):
+        one._check_wait()
+    assert one.nodes.me.ranks == 0
+    assert not (one.run.path / STOP_FILE).exists()
 
 
 def test_a_node_0_that_is_not_found_is_named_with_the_last_reason(supervisor, monkeypatch):

@@ -257,6 +257,18 @@ def test_shares_are_computed_anew_only_for_other_machines_or_offers(machine):
     assert asked.count([2, 2]) == asked.count([2, 1]) == 1
 
 
+def test_a_machine_that_leaves_is_not_in_the_roster_after_the_next_checkpoint(machine):
+    regroup, leaving = threading.Event(), threading.Event()
+    a = machine("a", 0, (1, 2), on_growth=lambda more: regroup.set() if more else None).join()
+    b = machine("b", leaving=leaving).join()
+    assert a.joined() == b.joined() == ["a:2", "b:2"]
+    leaving.set()
+    until(regroup.is_set, 10)
+    assert not a.nodes.peer_failed(), "its ranks go on until then"
+    assert not b.nodes.peer_failed()
+    assert a.join().joined() == ["a:2"]
+
+
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_requested_stop_ends_a_wait_for_other_machines(machine, where):
     def stop() -> None:

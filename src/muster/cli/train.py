@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -204,12 +205,23 @@ def _follow_node(started: Started) -> None:
 
     run, node, process = started.run, started.node, started.supervisor
     console.print(_run(run, f", log: {shown(run)}/{local.log_name(node)}"))
-    local.stop_on_signal(run)
+    leaving: list[int] = []
+
+    def leave() -> None:
+        leaving.append(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+
+    if node.least:
+        local.leave_on_signal(run, leave)
+    else:
+        local.stop_on_signal(run)
     try:
         code = _wait(process, run.path / local.log_name(node)) if node.least else process.wait()
     except KeyboardInterrupt:
         console.print(f"\nnode {node.label} goes on (process {process.pid})")
         raise typer.Exit(130) from None
+    if leaving:
+        raise typer.Exit(run_directory.SIGNALLED)
     told = local.node_report(run, node)
     found = json.loads(told.read_text()) if told.is_file() else run.info().get("failure")
     if code and found:

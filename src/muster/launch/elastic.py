@@ -19,7 +19,7 @@ from typing import Any
 from muster.errors import LaunchError
 from muster.launch import published, secret
 from muster.launch.cluster import Node
-from muster.launch.local import Supervisor
+from muster.launch.local import LEAVE, Supervisor
 from muster.launch.membership import ElasticNodes, Node0LostError
 from muster.launch.nodes import RunEndedError
 from muster.launch.share import share
@@ -78,6 +78,7 @@ class ElasticSupervisor(Supervisor):
             process=self._process,
             on_growth=self._ask_to_regroup,
             check=self._check_wait,
+            leaving=LEAVE,
         )
 
     def _ask_to_regroup(self, grows: bool) -> None:
@@ -89,6 +90,11 @@ class ElasticSupervisor(Supervisor):
     def _check_wait(self) -> None:
         """While this node waits for others, no rank looks for a requested stop."""
         self.run.check_owner()
+        if LEAVE.is_set():
+            log.warning("SIGTERM: this machine leaves the run, and the others go on")
+            with suppress(RuntimeError):
+                self.nodes.offer(0)
+            raise RunEndedError(0)
         if not (self.run.path / STOP_FILE).exists():
             return
         log.warning("a stop was requested while this machine waited for others: it ends")

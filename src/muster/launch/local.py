@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
 ONE_NODE = Node()
+LEAVE = threading.Event()  # this machine is asked to leave its elastic run
 
 
 def start(
@@ -269,6 +271,12 @@ def stop_on_signal(run: Run) -> None:
         signal.signal(number, request_stop)
 
 
+def leave_on_signal(run: Run, leave: Callable[[], object] = LEAVE.set) -> None:
+    """On a node that an elastic run can go on without: SIGTERM asks this machine alone to leave."""
+    stop_on_signal(run)
+    signal.signal(signal.SIGTERM, lambda *_: leave())
+
+
 def main(arguments: list[str]) -> int:
     """A supervisor that fails still writes that to run.json."""
     parser = argparse.ArgumentParser(prog="muster.launch.local")
@@ -307,7 +315,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _supervise(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
-    stop_on_signal(run)
+    (leave_on_signal if node.least and node.rank else stop_on_signal)(run)
     codes: list[int] = []
     # torch's agent installs signal handlers if it runs in the main thread
     thread = threading.Thread(target=lambda: codes.append(_guarded(run, ranks, node, least_ranks)))

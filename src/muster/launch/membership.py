@@ -51,7 +51,8 @@ class Member:
 class ElasticNodes(Nodes):
     """`share` says how many ranks each node starts, of those that each offers, or raises a RecipeError.
     `on_growth` is called in a thread of node 0 with True while the next attempt would have more ranks than this one,
-    and with False when it would not any more. `check` raises what is to end a wait for other nodes."""
+    and with False when it would not any more. `check` raises what is to end a wait for other nodes. With `leaving` set, this
+    machine takes no part from the next attempt on, which begins after the next checkpoint."""
 
     def __init__(
         self,
@@ -65,6 +66,7 @@ class ElasticNodes(Nodes):
         process: str,
         on_growth: Callable[[bool], None] = lambda grows: None,
         check: Callable[[], None] = lambda: None,
+        leaving: threading.Event | None = None,
         secret: bytes | None = None,
     ) -> None:
         self.asked, self.share, self.on_growth, self.check = node, share, on_growth, check
@@ -74,7 +76,7 @@ class ElasticNodes(Nodes):
         self.successor = self.me.address  # who is to be node 0 if node 0 is lost: on all the same
         self._first_seen: dict[int, float] = {}
         self._published = 0  # the newest attempt of node 0
-        self._checked = 0.0
+        self._checked, self._leaving = 0.0, leaving or threading.Event()
         self._grows = threading.Event()
         self._looked: tuple[object, bool] = (
             None,
@@ -92,10 +94,10 @@ class ElasticNodes(Nodes):
                 break
         self.known[self.id] = self.me
 
-    def offer(self, ranks: int) -> None:
+    def offer(self, ranks: int, store: SignedStore | None = None) -> None:
         """This machine offers another number of ranks from the next attempt on."""
         self.me = self.known[self.id] = replace(self.me, ranks=ranks)
-        self.store.set(_signed_in(self.id), json.dumps(asdict(self.me)))
+        (store or self.store).set(_signed_in(self.id), json.dumps(asdict(self.me)))
 
     @property
     def ranks(self) -> int:
@@ -254,6 +256,8 @@ class ElasticNodes(Nodes):
     def _watch(self, store: SignedStore) -> None:
         attempt = self.attempt  # before its members are looked at
         if self.asked.rank != 0:
+            if self._leaving.is_set() and self.me.ranks:
+                self.offer(0, store)
             found = store.present(["roster", "successor"])
             if "roster" in found:
                 self._published = json.loads(found["roster"])["attempt"]
@@ -307,6 +311,9 @@ class ElasticNodes(Nodes):
                 store.set(f"refused/{number}", words)
 
     def _would_grow(self) -> bool:
+        """Or be without a machine that leaves: the ranks end after their next checkpoint."""
+        if any(not self.known[n].ranks for n in self.members):
+            return True
         ids = self.present()[: self.asked.nodes]
         now = (self.attempt, [(n, self.known[n].ranks) for n in ids])
         if now != self._looked[0]:
