@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from muster.errors import LaunchError
-from muster.launch import elastic, local, published
+from muster.launch import elastic, local, published, signals
 from muster.launch.cluster import Node
 from muster.launch.elastic import ElasticSupervisor
 from muster.launch.nodes import RunEndedError
@@ -71,7 +71,7 @@ def test_a_machine_that_is_told_to_go_while_it_waits_leaves_and_asks_nobody_to_s
     one = supervisor(1)
     kept = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)]
     try:
-        local.leave_on_signal(one.run, told.set)
+        signals.leave_on_signal(one.run, told.set)
         os.kill(os.getpid(), signal.SIGTERM)
         assert told.wait(5)
     finally:

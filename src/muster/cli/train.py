@@ -166,7 +166,7 @@ def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
 
 
 def _follow(started: Started, detach: bool) -> None:
-    from muster.launch import local
+    from muster.launch.signals import stop_on_signal
 
     run, node = started.run, started.node
     if node.nodes > 1:
@@ -179,7 +179,7 @@ def _follow(started: Started, detach: bool) -> None:
     if detach:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
-    local.stop_on_signal(run)  # as a container's first process, this is the one that is told to go
+    stop_on_signal(run)  # as a container's first process, this is the one that is told to go
     show_until_end(run, events=started.events)
 
 
@@ -200,7 +200,7 @@ def _as_rank(
 def _follow_node(started: Started) -> None:
     """Not node 0, which shows the run."""
     from muster import run_directory
-    from muster.launch import local
+    from muster.launch import local, signals
     from muster.observe.failure import failure_panel
 
     run, node, process = started.run, started.node, started.supervisor
@@ -212,9 +212,9 @@ def _follow_node(started: Started) -> None:
         process.send_signal(signal.SIGTERM)
 
     if node.least:
-        local.leave_on_signal(run, leave)
+        signals.leave_on_signal(run, leave)
     else:
-        local.stop_on_signal(run)
+        signals.stop_on_signal(run)
     try:
         code = _wait(process, run.path / local.log_name(node)) if node.least else process.wait()
     except KeyboardInterrupt:

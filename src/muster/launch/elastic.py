@@ -19,10 +19,11 @@ from typing import Any
 from muster.errors import LaunchError
 from muster.launch import published, secret
 from muster.launch.cluster import Node
-from muster.launch.local import LEAVE, Supervisor
+from muster.launch.local import Supervisor
 from muster.launch.membership import ElasticNodes, Node0LostError
 from muster.launch.nodes import RunEndedError
 from muster.launch.share import share
+from muster.launch.signals import LEAVE
 from muster.observe.events import last_step, write_event
 from muster.observe.results import REGROUP_FILE, STOP_FILE, complete_steps
 from muster.reading.text import in_one_line

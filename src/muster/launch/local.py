@@ -11,12 +11,10 @@ import argparse
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
@@ -29,15 +27,16 @@ from muster.launch.cluster import Node, attempt_name
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
 from muster.launch.owned_run import OwnedRun, ReplacedError, is_owner
+from muster.launch.signals import leave_on_signal, stop_on_signal
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe import storage
 from muster.observe.events import last_step, write_event
 from muster.observe.gather import collecting
 from muster.observe.logs import set_up
-from muster.observe.results import STOP_FILE, complete_steps
+from muster.observe.results import complete_steps
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
-from muster.writing import keep_to, open_own, write, write_json
+from muster.writing import keep_to, open_own, write_json
 
 if TYPE_CHECKING:
     from muster.launch.nodes import Nodes
@@ -46,7 +45,6 @@ log = logging.getLogger(__name__)
 
 WORKER = "muster.worker"
 ONE_NODE = Node()
-LEAVE = threading.Event()  # this machine is asked to leave its elastic run
 
 
 def start(
@@ -258,23 +256,6 @@ class Supervisor:
         environment.apply(variables)
         if self.is_master:
             self.run.update(environment=[vars(variable) for variable in variables])
-
-
-def stop_on_signal(run: Run) -> None:
-    """SIGTERM and SIGUSR1 ask the run to save and end, as `muster stop` does."""
-
-    def request_stop(number: int, _: object) -> None:
-        if not (run.path / STOP_FILE).exists():
-            write(run.path / STOP_FILE, signal.Signals(number).name)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, request_stop)
-
-
-def leave_on_signal(run: Run, leave: Callable[[], object] = LEAVE.set) -> None:
-    """On a node that an elastic run can go on without: SIGTERM asks this machine alone to leave."""
-    stop_on_signal(run)
-    signal.signal(signal.SIGTERM, lambda *_: leave())
 
 
 def main(arguments: list[str]) -> int:
