@@ -96,7 +96,10 @@ class ElasticSupervisor(Supervisor):
             with suppress(RuntimeError):
                 self.nodes.offer(0)
             raise RunEndedError(0)
-        if not (self.run.path / STOP_FILE).exists():
+        asked = False
+        with suppress(OSError):  # storage that fails for a moment
+            asked = (self.run.path / STOP_FILE).exists()
+        if not asked:
             return
         log.warning("a stop was requested while this machine waited for others: it ends")
         if self.is_master:

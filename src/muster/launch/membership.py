@@ -50,9 +50,9 @@ class Member:
 
 class ElasticNodes(Nodes):
     """`share` says how many ranks each node starts, of those that each offers, or raises a RecipeError.
-    `on_growth` is called in a thread of node 0 with True while the next attempt would have more ranks than this one,
-    and with False when it would not any more. `check` raises what is to end a wait for other nodes. With `leaving` set, this
-    machine takes no part from the next attempt on, which begins after the next checkpoint."""
+    `on_growth` is called in a thread of node 0 with True while the next attempt would have more ranks than
+    this one, or be without a machine that leaves; with False when that is over. `check` raises what is to end
+    a wait for other nodes. With `leaving` set, this machine takes no part from the next attempt on."""
 
     def __init__(
         self,
@@ -78,10 +78,7 @@ class ElasticNodes(Nodes):
         self._published = 0  # the newest attempt of node 0
         self._checked, self._leaving = 0.0, leaving or threading.Event()
         self._grows = threading.Event()
-        self._looked: tuple[object, bool] = (
-            None,
-            False,
-        )  # at whom, and whether the next attempt would grow
+        self._looked: tuple[object, bool] = (None, False)  # at whom, and whether it would grow
         super().__init__(node, timeout_s, stall_limit_s, secret)
         if node.rank == 0 and node.nodes > 1:
             threading.Thread(target=self._tell_growth, daemon=True, name="growth").start()
@@ -209,7 +206,7 @@ class ElasticNodes(Nodes):
         """Node 0, before it ends: those that wait for the next attempt end too, with this exit code or by
         this sentence."""
         self.store.set("ended", json.dumps(why))
-        waiting = [n for n in self.known if isinstance(why, str) or n not in self.roster]
+        waiting = [n for n in list(self.known) if isinstance(why, str) or n not in self.roster]
         if any(n != self.id and not self._is_silent(n) for n in waiting):
             time.sleep(2 * HEARTBEAT_S)  # they read it before the store is gone
 

@@ -26,7 +26,8 @@ class OwnedRun(Run):
         return cls(run.path, run.own())
 
     def check_owner(self) -> None:
-        self._check_writer(self._info())
+        """Storage that cannot say leaves it the owner."""
+        self._check_writer(self.info())
 
     def _check_writer(self, info: dict[str, Any]) -> None:
         if info.get("owner", self.token) != self.token:
@@ -38,11 +39,8 @@ class OwnedRun(Run):
 
 
 def is_owner(run: Run) -> bool:
-    """Also while storage cannot say."""
     try:
         run.check_owner()
     except ReplacedError:
         return False
-    except OSError:
-        pass
     return True
