@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from muster import run_directory
-from muster.entrypoints.open_run import open_run
+from muster.entrypoints.open_run import await_lost_owner, existing_run, open_run
 from muster.errors import LaunchError, MusterError
 from muster.recipe.load import load
 from processes import lives, until
@@ -158,6 +158,38 @@ def test_a_recycled_process_id_does_not_count(root):
     run = made(root, state="running")
     run.own()
     run.update(pid_started=run.info()["pid_started"] - 60)
+    assert run.state() == "interrupted"
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_an_owner_elsewhere_is_judged_by_whether_its_signs_go_on_and_not_by_its_clock(
+    root, monkeypatch, ahead_s
+):
+    monkeypatch.setattr(run_directory, "STALE_S", 1.0)
+    run = made(root, state="running", host="elsewhere", owned=0.0)
+    ended = threading.Event()
+
+    def sign() -> None:
+        moment = time.time() + ahead_s
+        (run.path / "alive").touch()
+        os.utime(run.path / "alive", (moment, moment))
+
+    def live() -> None:
+        while not ended.wait(0.1):
+            sign()
+
+    sign()
+    owner = threading.Thread(target=live)
+    owner.start()
+    try:
+        await_lost_owner(str(run.path))
+        with pytest.raises(LaunchError, match="is still running"):
+            existing_run(str(run.path))
+    finally:
+        ended.set()
+        owner.join()
+    await_lost_owner(str(run.path))
+    assert existing_run(str(run.path)) == run
     assert run.state() == "interrupted"
 
 

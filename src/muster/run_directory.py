@@ -12,12 +12,13 @@ import itertools
 import logging
 import os
 import re
+import secrets
 import shutil
 import signal
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -49,6 +50,18 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
+class Sign:
+    """Of life of an owner that cannot be seen from here."""
+
+    time: float  # by the clock of whoever gave it
+    since: float  # when this process first saw it, by its own monotonic clock
+    came: bool  # while this process looked
+
+
+_signs: dict[Path, Sign] = {}  # the latest that this process has seen, of each run
+
+
+@dataclass(frozen=True)
 class Run:
     path: Path
 
@@ -69,7 +82,15 @@ class Run:
     def update(self, **changes: Any) -> None:
         """OSError where storage fails: what is in run.json must not be lost because it could not be read."""
         with self._locked():
-            writing.write_json(self.path / "run.json", {**self._info(), **changes})
+            info = self._info()
+            self._check_writer(info)
+            writing.write_json(self.path / "run.json", {**info, **changes})
+
+    def check_owner(self) -> None:
+        """Whether this process still owns the run: known to a supervisor only (muster.launch.owned_run)."""
+
+    def _check_writer(self, info: dict[str, Any]) -> None:
+        """The same of what run.json says, while no one else writes it."""
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -147,10 +168,13 @@ class Run:
             "watch it with `muster watch`, or end it with `muster stop`"
         )
 
-    def own(self, process: int | None = None) -> None:
-        """Write which process owns the run, so that others can check whether it is alive."""
-        pid = process or os.getpid()
-        self.update(pid=pid, pid_started=_started(pid), owned=time.time(), **here())
+    def own(self, process: int | None = None) -> str:
+        """Write which process owns the run, so that others can check whether it is alive. Returns a token, by which
+        this start knows later whether another one has taken the run over."""
+        pid, token = process or os.getpid(), secrets.token_hex(8)
+        facts = {"pid_started": _started(pid), "owned": time.time(), "owner": token}
+        self.update(pid=pid, **facts, **here())
+        return token
 
     def state(self) -> str:
         """queued (at a scheduler), starting, running, finished, failed, stopped; `interrupted` when
@@ -162,17 +186,26 @@ class Run:
         return "interrupted"
 
     def _alive(self, info: dict[str, Any]) -> bool:
-        own = here()
-        same = {key for key in own if info.get(key, own[key]) == own[key]}
-        if "host" in same and "boot" not in same:
-            return False  # the machine was rebooted since
-        if same < set(
-            own
-        ):  # another machine or container, whose processes cannot be seen from here
-            return time.time() - self.last_sign(info) < STALE_S
+        same, own = _same_place(info), here()
+        if _rebooted(same):
+            return False
+        if same < set(own):  # another machine or container, whose processes cannot be seen here
+            return self._gives_signs(info)
         # A process id may have been given to another one since.
         started = info.get("pid_started")
         return started is not None and _started(info["pid"]) == started
+
+    def _gives_signs(self, info: dict[str, Any]) -> bool:
+        """The clocks of two machines may differ: where this process has seen a sign come, or none for long, its own
+        clock decides."""
+        sign, now = self.last_sign(info), time.monotonic()
+        before = _signs.get(self.path)
+        if before is None or before.time != sign:
+            before = Sign(sign, now, came=before is not None and sign > before.time)
+            _signs[self.path] = before
+        if now - before.since >= STALE_S:
+            return False
+        return before.came or time.time() - sign < STALE_S
 
     def last_sign(self, info: dict[str, Any]) -> float:
         """When its owner was last known to be alive, in seconds since 1970."""
@@ -183,8 +216,9 @@ class Run:
 
     def elsewhere(self) -> str | None:
         """The host of the run's processes, where they cannot be reached from here."""
-        info, own = self.info(), here()
-        reachable = all(info.get(key, own[key]) == own[key] for key in own)
+        info = self.info()
+        same = _same_place(info)
+        reachable = same == set(here()) or _rebooted(same)
         return None if reachable else str(info.get("host", "another host"))
 
     def processes(self) -> list[psutil.Process]:
@@ -206,12 +240,14 @@ class Run:
                 return
             time.sleep(0.05)
 
-    def keep_alive(self) -> None:
-        """While this process is alive, touch a file that others check, also on other machines."""
+    def keep_alive(self, still_owner: Callable[[], bool] = lambda: True) -> None:
+        """While this process is alive, and the owner, touch a file that others check, also on other machines."""
 
         def touch() -> None:
             while True:
                 with suppress(OSError):  # shared storage fails at times
+                    if not still_owner():
+                        return
                     writing.touch(self.path / ALIVE_FILE)
                 time.sleep(ALIVE_EVERY_S)
 
@@ -362,6 +398,16 @@ def here() -> dict[str, str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pids = os.readlink("/proc/self/ns/pid")
     return {"host": os.uname().nodename, "boot": boot, "pids": pids}
+
+
+def _same_place(info: dict[str, Any]) -> set[str]:
+    """What of the place of a run's processes is the same here."""
+    return {key for key, value in here().items() if info.get(key, value) == value}
+
+
+def _rebooted(same: set[str]) -> bool:
+    """This machine, since then."""
+    return "host" in same and "boot" not in same
 
 
 def _started(pid: int) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ import os, sys
 if "muster.launch.local" in sys.orig_argv:
     from muster.launch import membership, nodes
     nodes.HEARTBEAT_S, nodes.SILENT_S = 0.2, {silent_s}
-    membership.SILENT_S, membership.GATHER_S = {silent_s}, 60.0
+    membership.SILENT_S, membership.GATHER_S = {silent_s}, {gather_s}
 if "train" in sys.orig_argv:
     from muster import run_directory
     run_directory.STALE_S = 6.0
@@ -60,8 +62,13 @@ class Elastic:
         self.hosts, self.recipe, self.folder = group, recipe, folder
         self.keys = [f"training.steps={STEPS}", f"checkpoint.every_steps={EVERY}", *keys]
         self.processes: dict[str, subprocess.Popen[str]] = {}
-        (folder / "sitecustomize.py").write_text(HURRIED.format(silent_s=1.5, folder=str(folder)))
+        self.hurry(gather_s=60.0)
         self.allow(0)
+
+    def hurry(self, gather_s: float) -> None:
+        """What starts from now on; node 0 waits so long for more than the fewest."""
+        text = HURRIED.format(silent_s=1.5, gather_s=gather_s, folder=str(self.folder))
+        (self.folder / "sitecustomize.py").write_text(text)
 
     def allow(self, steps: int) -> None:
         """Ranks take so many, those before a checkpoint included, and wait."""
@@ -216,6 +223,54 @@ def test_node_0_is_lost_and_comes_back(elastic, undisturbed):
     elastic.finished()
     assert elastic.events("world")[-1]["hosts"] == ["host-a", "host-b"]
     assert [e["step"] for e in elastic.events("resumed")] == [4]
+    assert_as_alone(elastic.run, undisturbed(1)[:STEPS])
+
+
+@pytest.mark.guides
+def test_node_0_is_gone_for_good_and_the_printed_command_goes_on_without_it(elastic, undisturbed):
+    """When its machine comes back and starts the run as before, it ends, and the run is left as it was."""
+    a, b = elastic.hosts
+    elastic.allow(6)
+    elastic.start_all()
+    elastic.saved(4)
+    elastic.lose(a)
+    log, mark = elastic.run.path / "launcher-host-b.log", "run on every node that is left: "
+    elastic.until(lambda: mark in log.read_text())
+    command = log.read_text().partition(mark)[2].splitlines()[0]
+    elastic.lose(b)
+    elastic.hurry(gather_s=1.0)
+    elastic.call(b, *shlex.split(command)[1:])
+    elastic.wait_for("world", 2)
+    assert elastic.events("world")[-1]["hosts"] == ["host-b"]
+    before = elastic.run.info()
+    elastic.start(a, "runs/latest")
+    said = elastic.processes.pop(a.name).communicate(timeout=LIMIT_S)[0]
+    assert "is still running" in said
+    assert elastic.run.info() == before
+    elastic.finished()
+    assert_as_alone(elastic.run, undisturbed(1)[:STEPS])
+
+
+@pytest.mark.guides
+def test_a_host_that_is_told_to_go_leaves_at_the_next_checkpoint_and_the_other_goes_on(
+    elastic, undisturbed
+):
+    _, b = elastic.hosts
+    elastic.allow(2)
+    elastic.start_all()
+    elastic.reached(1)
+    gone = elastic.processes.pop(b.name)
+    gone.send_signal(signal.SIGTERM)
+    elastic.waits()
+    elastic.allow(EVERY + 1)
+    elastic.wait_for("world", 2)
+    said = gone.communicate(timeout=LIMIT_S)[0]
+    assert gone.returncode == run_directory.SIGNALLED, said
+    assert "SIGTERM: this machine leaves the run" in said
+    elastic.finished()
+    worlds = elastic.run.results()["worlds"]
+    assert [(world["ranks"], world["step"]) for world in worlds] == [(2, 0), (1, EVERY)]
+    assert not elastic.events("node_lost")
     assert_as_alone(elastic.run, undisturbed(1)[:STEPS])
 
 

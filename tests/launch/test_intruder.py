@@ -214,6 +214,17 @@ def test_another_node_finds_the_run_by_its_path_and_the_recipe_is_not_in_the_sto
     assert b"training" not in text
 
 
+@pytest.mark.parametrize(("least", "written"), [(None, True), (1, False)])
+def test_another_recipe_ends_the_run_unless_it_can_go_on_without_that_node(
+    published, least, written
+):
+    _, nodes, _ = published
+    other = load("gpt-micro", ["seed=7"])
+    with pytest.raises(LaunchError, match="node 0 trains with another recipe"):
+        join_run(Node(1, 2, LOOPBACK, nodes.port, least), other)
+    assert nodes.store.check(["refused"]) == written
+
+
 def test_a_run_that_another_process_published_is_refused(published, tmp_path):
     _, nodes, join = published
     nodes.close()  # nobody writes the true one again

@@ -245,8 +245,9 @@ def test_without_kubectl_the_secret_is_made_by_a_command_that_does_not_show_it(t
     create, apply = kubectl.heard(last=0)
     assert create == [
         *("create", "secret", "generic", job.name, "--namespace", "default"),
-        f"--from-literal=MUSTER_SECRET={OWN.decode()}",
+        "--from-file=MUSTER_SECRET=/dev/stdin",
     ]
+    assert kubectl.stdin() == OWN.decode()
     assert apply == ["apply", "-f", str(job.run / "kubernetes.yaml")]
     assert OWN.decode() not in command
 
@@ -358,6 +359,9 @@ said = sys.argv[1:]
 with open({calls!r}, "a") as file:
     file.write(json.dumps(said) + "\\n")
 code, out, err = {answers!r}.get(said[0], (0, "", ""))
+if said[0] == "create":
+    with open({calls!r} + ".stdin", "w") as file:
+        file.write(open("/dev/stdin").read())
 if said[0] == "apply" and said[2] == "-":
     with open({calls!r} + ".given", "a") as file:
         file.write(sys.stdin.read() + "\\n")
@@ -400,6 +404,10 @@ class Kubectl:
         text = self.calls.read_text() if self.calls.exists() else ""
         words = [json.loads(line) for line in text.splitlines()]
         return [w[: len(w) - last] for w in words]
+
+    def stdin(self) -> str:
+        """Of the latest `create`."""
+        return Path(f"{self.calls}.stdin").read_text()
 
     def given(self) -> list[dict[str, Any]]:
         """What was to be applied, and in no file."""

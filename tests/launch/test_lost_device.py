@@ -6,13 +6,15 @@ import os
 import secrets
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from muster import run_directory
 from muster.errors import DataError, DeviceError
-from muster.launch import failure
+from muster.hardware import inventory
+from muster.launch import elastic, failure
 from muster.launch.cluster import Node
 from muster.launch.elastic import ElasticSupervisor
 from muster.launch.local import Supervisor
@@ -106,6 +108,48 @@ def test_a_rank_that_fails_for_another_reason_keeps_its_device(supervisor):
     assert not one._should_restart(found)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,5,6"
     assert one.offered == 3
+
+
+def test_node_0_with_too_few_devices_ends_the_run_whatever_failed_first(supervisor):
+    one = supervisor(3, DeviceError("rank 1: GPU 1 computes wrong"))
+    one._attempt()
+    killed = failure.collect(one.run.path, {0: -9}, 3)  # of another node
+    assert killed["signal"] == "SIGKILL"
+    assert not one._should_restart(killed)
+
+
+def test_a_device_that_fails_while_node_0_is_lost_is_left_out_all_the_same(supervisor, monkeypatch):
+    one = supervisor(1, DeviceError("rank 1: GPU 1 computes wrong"))
+
+    def lost(key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+    monkeypatch.setattr(one.nodes.store, "set", lost)
+    found = one._attempt()
+    assert found is not None
+    assert found["lost_device"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert one.offered == one.nodes.me.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("vendor", "given", "found"),
+    [
+        ("nvidia", {"CUDA_VISIBLE_DEVICES": "4,5,6"}, ("CUDA_VISIBLE_DEVICES", ["4", "5"])),
+        ("amd", {"HIP_VISIBLE_DEVICES": "4,5,6"}, ("HIP_VISIBLE_DEVICES", ["4", "5"])),
+        ("amd", {"ROCR_VISIBLE_DEVICES": "4,5,6"}, ("CUDA_VISIBLE_DEVICES", ["0", "1"])),
+    ],
+)
+def test_devices_are_left_out_by_the_variable_that_the_hardware_is_read_by(
+    monkeypatch, vendor, given, found
+):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    gpus = [SimpleNamespace(vendor=vendor)] * 3
+    monkeypatch.setattr(inventory, "detect", lambda: SimpleNamespace(gpus=gpus))
+    assert elastic._visible_devices(2) == found
 
 
 def test_a_run_does_not_go_on_with_too_few_devices(supervisor):

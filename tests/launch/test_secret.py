@@ -22,7 +22,9 @@ def test_other_nodes_read_what_node_0_made_and_no_other_user_can(tmp_path):
     assert file.stat().st_mode & 0o777 == 0o600
     assert secret.read(tmp_path) == made
     assert secret.make(tmp_path) != made
-    secret.remove(tmp_path)
+    secret.remove(tmp_path, made)
+    assert secret.read(tmp_path), "another start's stays"
+    secret.remove(tmp_path, secret.read(tmp_path))
     assert not list(tmp_path.iterdir())
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -87,6 +89,36 @@ def test_what_another_process_of_the_run_wrote_later_stays():
     other.set("failed", "1")
     one.write_again()
     assert other.get("failed") == b"1"
+
+
+class Slow(dict):
+    """Another thread always comes between two of its keys."""
+
+    def __iter__(self):
+        for key in super().__iter__():
+            time.sleep(0.001)
+            yield key
+
+
+def test_several_threads_may_write_at_once():
+    """The heartbeats, and what waits for the other nodes."""
+    store, errors = both()[0], list[Exception]()
+    store._own = Slow()
+
+    def write(name: int) -> None:
+        try:
+            for number in range(10):
+                store.set(f"{number}/{name}", "ready")
+                store.write_again()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 def test_the_first_of_the_run_wins_a_key_also_where_a_stranger_was_before():

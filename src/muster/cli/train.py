@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -165,7 +166,7 @@ def _check_rehearsal(ranks: int, on: str, rank_info: RankInfo) -> None:
 
 
 def _follow(started: Started, detach: bool) -> None:
-    from muster.launch import local
+    from muster.launch.signals import stop_on_signal
 
     run, node = started.run, started.node
     if node.nodes > 1:
@@ -178,7 +179,7 @@ def _follow(started: Started, detach: bool) -> None:
     if detach:
         console.print(f"watch it: {program()} watch {shown(run)}")
         return
-    local.stop_on_signal(run)  # as a container's first process, this is the one that is told to go
+    stop_on_signal(run)  # as a container's first process, this is the one that is told to go
     show_until_end(run, events=started.events)
 
 
@@ -199,18 +200,29 @@ def _as_rank(
 def _follow_node(started: Started) -> None:
     """Not node 0, which shows the run."""
     from muster import run_directory
-    from muster.launch import local
+    from muster.launch import local, signals
     from muster.observe.failure import failure_panel
 
     run, node, process = started.run, started.node, started.supervisor
     console.print(_run(run, f", log: {shown(run)}/{local.log_name(node)}"))
-    local.stop_on_signal(run)
+    leaving: list[int] = []
+
+    def leave() -> None:
+        leaving.append(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+
+    if node.least:
+        signals.leave_on_signal(run, leave)
+    else:
+        signals.stop_on_signal(run)
     try:
         code = _wait(process, run.path / local.log_name(node)) if node.least else process.wait()
     except KeyboardInterrupt:
         console.print(f"\nnode {node.label} goes on (process {process.pid})")
         raise typer.Exit(130) from None
-    told = run.path / f"node-{node.label}.json"
+    if leaving:
+        raise typer.Exit(run_directory.SIGNALLED)
+    told = local.node_report(run, node)
     found = json.loads(told.read_text()) if told.is_file() else run.info().get("failure")
     if code and found:
         console.print(failure_panel(found, shown(run)))

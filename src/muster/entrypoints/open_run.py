@@ -44,23 +44,27 @@ def _run_at(text: str) -> Run | None:
 
 def await_lost_owner(text: str, console: Console | None = None) -> None:
     """Of a run whose node 0 is lost: until it is certain that it is."""
+    if run := _run_at(text):
+        _await_end(run, console)
+
+
+def _await_end(run: Run, console: Console | None) -> None:
+    """A lost pod's run looks like a running one, or by a clock that is wrong a living one like a lost one, until
+    its heartbeat file has not changed for long. A queued run waits for this very start."""
     from muster import run_directory
 
-    run = _run_at(text)
-    if run and run.state() in ("starting", "running") and (host := run.elsewhere()):
-        limit = run_directory.STALE_S
-        _say(f"{run.name} ran on {host}; making sure for {limit:.0f} s that it does not", console)
-        _await_end(run)
-
-
-def _await_end(run: Run) -> None:
-    """A lost pod's run looks like a running one until its heartbeat file is stale. A queued run waits for
-    this very start."""
-    from muster import run_directory
-
-    end = time.monotonic() + run_directory.STALE_S + 5.0
-    while run.state() in ("starting", "running") and run.elsewhere() and time.monotonic() < end:
-        time.sleep(1.0)
+    limit = run_directory.STALE_S
+    start, told = time.monotonic(), False
+    while (host := run.elsewhere()) and run.info().get("state") in ("starting", "running"):
+        waited, alive = time.monotonic() - start, run.state() != "interrupted"
+        if waited > limit + 5.0 or (waited > limit and not alive):
+            break
+        if not told:
+            told = True
+            _say(
+                f"{run.name} ran on {host}; making sure for {limit:.0f} s that it does not", console
+            )
+        time.sleep(min(1.0, limit / 10))
     if run.state() == "queued":
         run.update(state="stopped")
 
@@ -88,7 +92,7 @@ def open_run(
     if name is not None:
         run_directory.check_name(name)
     if existing is None and name and (root / name / "run.json").is_file():
-        _await_end(run_directory.Run(root / name))
+        _await_end(run_directory.Run(root / name), console)
         existing = existing_run(str(root / name))
     recipe, words = _settled(recipe, ranks, local_ranks, existing)
     if words:

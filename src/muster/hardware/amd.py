@@ -70,12 +70,16 @@ def torch_is_for_rocm() -> bool:
     return re.search(r"^hip\b.*= *['\"]", built, re.MULTILINE) is not None
 
 
+def mask(env: Mapping[str, str]) -> str:
+    """The variable that counts what ROCR_VISIBLE_DEVICES leaves."""
+    return "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+
+
 def masked(every: Sequence[Gpu], env: Mapping[str, str]) -> tuple[list[Gpu], tuple[Hidden, ...]]:
     """ROCR_VISIBLE_DEVICES first; HIP_VISIBLE_DEVICES, or else CUDA_VISIBLE_DEVICES, counts what
     that leaves."""
     chosen, hidden = list(every), tuple[Hidden, ...]()
-    second = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
-    for variable in ("ROCR_VISIBLE_DEVICES", second):
+    for variable in ("ROCR_VISIBLE_DEVICES", mask(env)):
         counted = [replace(gpu, physical=position) for position, gpu in enumerate(chosen)]
         numbers = [gpu.physical or 0 for gpu in visible(counted, env.get(variable))]
         left = [chosen[number] for number in numbers]

@@ -23,14 +23,17 @@ from muster.launch.local import Supervisor
 from muster.launch.membership import ElasticNodes, Node0LostError
 from muster.launch.nodes import RunEndedError
 from muster.launch.share import share
+from muster.launch.signals import LEAVE
 from muster.observe.events import last_step, write_event
-from muster.observe.results import REGROUP_FILE, complete_steps
+from muster.observe.results import REGROUP_FILE, STOP_FILE, complete_steps
+from muster.reading.text import in_one_line
 from muster.run_directory import Run, here
 from muster.writing import touch
 
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5  # between two tries to reach node 0
+TRY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class ElasticSupervisor(Supervisor):
     def __init__(self, run: Run, ranks: int, node: Node, least_ranks: int | None) -> None:
         super().__init__(run, ranks, node)
         self.offered, self.least_ranks = ranks, least_ranks or ranks
-        self.devices = _visible_devices(ranks)
+        self.mask, self.devices = _visible_devices(ranks)
         self._process = secrets.token_hex(8)
         self._users_secret = os.environ.get(secret.VARIABLE, "")
         self._before: World | None = None
@@ -70,17 +73,39 @@ class ElasticSupervisor(Supervisor):
             options.timeout_s,
             options.stall_limit_s,
             secret=secret,
-            ranks=self.offered,
+            ranks=self.offered if self.offered >= self.least_ranks else 0,
             share=lambda offers: share(self.recipe, offers),
             machine=self._machine(),
             process=self._process,
             on_growth=self._ask_to_regroup,
+            check=self._check_wait,
+            leaving=LEAVE,
         )
 
-    def _ask_to_regroup(self) -> None:
-        """Storage that fails for a moment is asked again with the next heartbeat."""
+    def _ask_to_regroup(self, grows: bool) -> None:
+        """Storage that fails for a moment is asked again soon."""
+        path = self.run.path / REGROUP_FILE
         with suppress(OSError):
-            touch(self.run.path / REGROUP_FILE)
+            touch(path) if grows else path.unlink(missing_ok=True)
+
+    def _check_wait(self) -> None:
+        """While this node waits for others, no rank looks for a requested stop."""
+        self.run.check_owner()
+        if LEAVE.is_set():
+            log.warning("SIGTERM: this machine leaves the run, and the others go on")
+            with suppress(RuntimeError):
+                self.nodes.offer(0)
+            raise RunEndedError(0)
+        asked = False
+        with suppress(OSError):  # storage that fails for a moment
+            asked = (self.run.path / STOP_FILE).exists()
+        if not asked:
+            return
+        log.warning("a stop was requested while this machine waited for others: it ends")
+        if self.is_master:
+            self.run.update(state="stopped", ended=time.time(), exit_code=0)
+            self.nodes.end(0)
+        raise RunEndedError(0)
 
     def _machine(self) -> str:
         """The same when this machine comes back. In a rehearsal several nodes may be one machine."""
@@ -95,7 +120,9 @@ class ElasticSupervisor(Supervisor):
                 break
             except Node0LostError:
                 self._find_node_0()
-        if self.is_master:  # those who waited are here
+        if self.is_master:
+            self.run.check_owner()
+            # those who waited are here
             (self.run.path / REGROUP_FILE).unlink(missing_ok=True)
         self.ranks = self.nodes.ranks
         if self.is_master:
@@ -119,17 +146,18 @@ class ElasticSupervisor(Supervisor):
             told, limit, command,
         )  # fmt: skip
         self.nodes.close()
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            with suppress(
-                LaunchError, RuntimeError
-            ):  # RuntimeError: torch's, when the link is cut again
-                self.nodes = self._connect(self._new_secret(end - time.monotonic()))
+        end, problem = time.monotonic() + limit, "no answer"
+        while (left := end - time.monotonic()) > 0:
+            self._check_wait()
+            try:
+                self.nodes = self._connect(self._new_secret(min(left, TRY_S)))
                 return
+            except (LaunchError, RuntimeError) as error:  # torch's, when the link is cut again
+                problem = in_one_line(error, most=500)
             time.sleep(AGAIN_S)
         raise LaunchError(
-            f"{told}, and could not be reached for {limit:.0f} s more; to go on without it, run on "
-            f"every node that is left: {command}"
+            f"{told}, and could not be reached for {limit:.0f} s more (the last try: {problem}); to go on "
+            f"without it, run on every node that is left: {command}"
         )
 
     def _new_secret(self, within_s: float) -> bytes:
@@ -151,7 +179,7 @@ class ElasticSupervisor(Supervisor):
 
     def _attempt(self) -> dict[str, Any] | None:
         found = super()._attempt()
-        rank = found["rank"] if found else None
+        rank = found.get("rank") if found else None
         if found and rank is not None and _device_failed(found):
             self._exclude(rank - self.nodes.first_rank)
             found["lost_device"] = found["host"]
@@ -165,9 +193,10 @@ class ElasticSupervisor(Supervisor):
         self.offered -= 1
         if self.devices:
             del self.devices[local_rank]
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
+            os.environ[self.mask] = ",".join(self.devices)
         enough = self.offered >= self.least_ranks
-        self.nodes.offer(self.offered if enough else 0)
+        with suppress(RuntimeError):  # node 0 is lost, and told when it is found
+            self.nodes.offer(self.offered if enough else 0)
         if not enough:
             log.warning(
                 "%d of at least %d devices are left here: this machine takes no part any more",
@@ -182,11 +211,11 @@ class ElasticSupervisor(Supervisor):
     def _should_restart(self, worst: dict[str, Any]) -> bool:
         """Also without a node or a device that is lost; as often as after a kill, and once more for each
         node."""
+        if self.is_master and not self.nodes.me.ranks:
+            return False  # node 0 itself has too few devices left, whatever else failed
         lost = "silent_node" in worst or "lost_device" in worst
         if not lost:
             return super()._should_restart(worst)
-        if self.is_master and not self.nodes.me.ranks:
-            return False  # node 0 itself has too few devices left
         self._count_progress()
         if self.failed_restarts >= self.recipe.distributed.max_restarts + self.node.nodes:
             return False
@@ -237,13 +266,16 @@ def _device_failed(failure: dict[str, Any]) -> bool:
     return error.get("kind") == "DeviceError"
 
 
-def _visible_devices(ranks: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES may name, in the order of local ranks; empty without GPUs of their own."""
-    from muster.hardware import inventory, rehearsal
+def _visible_devices(ranks: int) -> tuple[str, list[str]]:
+    """The variable that says which devices ranks see, and what it may name, in the order of local ranks: nothing
+    without GPUs of their own."""
+    from muster.hardware import amd, inventory, nvidia, rehearsal
 
     found = inventory.detect()
+    of_amd = any(gpu.vendor == "amd" for gpu in found.gpus)
+    variable = amd.mask(os.environ) if of_amd else nvidia.MASK
     if not found.gpus or rehearsal.active():
-        return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return variable, []
+    given = os.environ.get(variable)
     names = given.split(",") if given else [str(i) for i in range(len(found.gpus))]
-    return names[:ranks]
+    return variable, names[:ranks]

@@ -79,12 +79,13 @@ def submit(job: ClusterJob) -> str:
 
 
 def _create_secret(job: ClusterJob) -> str:
-    """The command without the value, which the shell takes from its own environment."""
+    """The command without the value, which the shell itself writes from its environment: on the command line of a
+    program, every user of the machine could read it."""
     if not job.secret:
         return ""
     where = f"{object_name(job.name)} --namespace {job.recipe.kubernetes.namespace}"
-    value = f'--from-literal={secret.VARIABLE}="${secret.VARIABLE}"'
-    return f"kubectl create secret generic {where} {value} && "
+    value = f"--from-file={secret.VARIABLE}=/dev/stdin"
+    return f'printf %s "${secret.VARIABLE}" | kubectl create secret generic {where} {value} && '
 
 
 def _kind(job: ClusterJob, ask: bool) -> Kind:

@@ -11,7 +11,6 @@ import argparse
 import logging
 import os
 import secrets
-import signal
 import subprocess
 import sys
 import threading
@@ -27,15 +26,17 @@ from muster.launch import secret as run_secret
 from muster.launch.cluster import Node, attempt_name
 from muster.launch.cluster import node as resolve_node
 from muster.launch.orphans import SUPERVISOR
+from muster.launch.owned_run import OwnedRun, ReplacedError, is_owner
+from muster.launch.signals import leave_on_signal, stop_on_signal
 from muster.launch.standby import Standby, wait_for_order
 from muster.observe import storage
 from muster.observe.events import last_step, write_event
 from muster.observe.gather import collecting
 from muster.observe.logs import set_up
-from muster.observe.results import STOP_FILE, complete_steps
+from muster.observe.results import complete_steps
 from muster.recipe.load import from_resolved
 from muster.run_directory import Run
-from muster.writing import keep_to, open_own, write, write_json
+from muster.writing import keep_to, open_own, write_json
 
 if TYPE_CHECKING:
     from muster.launch.nodes import Nodes
@@ -59,6 +60,7 @@ def start(
     where += ["--master-port", node.port]
     where += ["--least-ranks", least_ranks] if least_ranks is not None else []
     standby = standby or Standby()
+    forget_failure(run, node)
     with open_own(run.path / log_name(node), "ab") as out:
         words = [str(word) for word in (run.path, ranks, *where)]
         standby.begin(words, out.fileno(), claim.fileno() if claim else None)
@@ -66,6 +68,17 @@ def start(
     while node.rank == 0 and run.info().get("pid") != process.pid and process.poll() is None:
         time.sleep(0.02)  # until run.json has its pid, so that the run does not look interrupted
     return process
+
+
+def forget_failure(run: Run, node: Node) -> None:
+    """Of an earlier start of this node, which nothing else removes: it is not this one's."""
+    if node.rank:
+        node_report(run, node).unlink(missing_ok=True)
+
+
+def node_report(run: Run, node: Node) -> Path:
+    """How a node other than 0 failed."""
+    return run.path / f"node-{node.label}.json"
 
 
 def log_name(node: Node) -> str:
@@ -77,6 +90,7 @@ class Supervisor:
         self.run, self.ranks, self.node = run, ranks, node
         self.recipe = from_resolved(run.path / "recipe.yaml")
         self.restarts = self.failed_restarts = self.last_step = 0
+        self._drawn = secrets.token_bytes(run_secret.BYTES)
 
     @property
     def is_master(self) -> bool:
@@ -92,7 +106,7 @@ class Supervisor:
             self.nodes = self._connect(secret)
             if self.is_master:
                 storage.reserve(self.run.path)
-                self.run.keep_alive()
+                self.run.keep_alive(self._still_owner)
                 self.nodes.publish(path=str(self.run.path.resolve()))
             self._set_environment()
             os.environ.update({SUPERVISOR: str(os.getpid()), run_secret.VARIABLE: secret.hex()})
@@ -104,20 +118,28 @@ class Supervisor:
                 return self._attempts()
         finally:
             if self.is_master:
-                run_secret.remove(self.run.path)
-                storage.give_back(self.run.path)
+                run_secret.remove(self.run.path, self._drawn)
+                if is_owner(self.run):
+                    storage.give_back(self.run.path)
+
+    def _still_owner(self) -> bool:
+        if is_owner(self.run):
+            return True
+        self.nodes.give_up()
+        return False
 
     def _secret(self) -> bytes:
         """Other nodes read it from the run directory."""
         if self.node.nodes == 1:
-            return secrets.token_bytes(run_secret.BYTES)
+            return self._drawn
         if self.is_master:
-            return run_secret.make(self.run.path)
+            return run_secret.make(self.run.path, self._drawn)
         return published.secret_of(self.run, self.node, self.recipe.distributed.timeout_s)
 
     def _attempts(self) -> int:
         while True:
             if self.is_master:
+                self.run.check_owner()
                 self.run.clear_error_reports()
             self._join()
             if self.is_master:
@@ -127,7 +149,10 @@ class Supervisor:
                     nodes=list(self.nodes.hosts.values()),
                     restarts=self.restarts,
                 )
-            decision = self.nodes.decide(self._attempt(), self._decide)
+            report = self._attempt()
+            if self.is_master:
+                self.run.check_owner()
+            decision = self.nodes.decide(report, self._decide)
             if not decision["again"]:
                 self._end(decision["exit_code"])
                 return int(decision["exit_code"])
@@ -151,7 +176,8 @@ class Supervisor:
         return self.ranks * self.node.nodes
 
     def _attempt(self) -> dict[str, Any] | None:
-        """Run this node's ranks once; None when all of them succeeded or another node's failure ended them."""
+        """Run this node's ranks once: how they failed, or which node's silence ended them; None when all of them
+        succeeded or another node's failure ended them."""
         from muster.launch import failure
         from muster.launch.agent import run_ranks
 
@@ -163,9 +189,11 @@ class Supervisor:
         attempt = attempt_name(f"{run_id}/0")  # as the ranks' own variables say it
         with collecting(self.run.path, str(node), attempt):
             codes = run_ranks(self.nodes, run_id, self.ranks, command, folder)
+        silence = self.nodes.silence() if codes is None else None
+        if codes or silence:
+            self.nodes.report_failure()
         if not codes:
-            return None
-        self.nodes.report_failure()
+            return silence
         return failure.collect(self.run.path, codes, self.world, before, attempt)
 
     def _decide(self, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -173,7 +201,7 @@ class Supervisor:
         from muster.launch import failure
 
         failures = [
-            self._lost_node(report["silent"]) if "silent" in report else report
+            self._lost_node(report) if "silent" in report else report
             for report in reports
             if report
         ]
@@ -185,13 +213,15 @@ class Supervisor:
         if self.is_master:
             end_failed(self.run, worst)
         else:
-            write_json(self.run.path / f"node-{self.node.label}.json", worst)
+            write_json(node_report(self.run, self.node), worst)
         return {"again": False, "exit_code": 1, "failure": worst}
 
-    def _lost_node(self, node: int) -> dict[str, Any]:
+    def _lost_node(self, report: dict[str, Any]) -> dict[str, Any]:
         from muster.launch import failure
 
-        return failure.lost_node(node, self.nodes.hosts[node], self.nodes.seconds_silent(node))
+        node = report["silent"]
+        seconds = report["seconds"] if "seconds" in report else self.nodes.seconds_silent(node)
+        return failure.lost_node(node, self.nodes.hosts[node], seconds)
 
     def _should_restart(self, worst: dict[str, Any]) -> bool:
         """After a kill by a signal, up to max_restarts times without a new checkpoint."""
@@ -228,17 +258,6 @@ class Supervisor:
             self.run.update(environment=[vars(variable) for variable in variables])
 
 
-def stop_on_signal(run: Run) -> None:
-    """SIGTERM and SIGUSR1 ask the run to save and end, as `muster stop` does."""
-
-    def request_stop(number: int, _: object) -> None:
-        if not (run.path / STOP_FILE).exists():
-            write(run.path / STOP_FILE, signal.Signals(number).name)
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, request_stop)
-
-
 def main(arguments: list[str]) -> int:
     """A supervisor that fails still writes that to run.json."""
     parser = argparse.ArgumentParser(prog="muster.launch.local")
@@ -259,6 +278,7 @@ def main(arguments: list[str]) -> int:
         os.environ, asked.nodes, asked.node_rank, asked.master_addr, asked.master_port
     )
     if node.rank > 0:
+        forget_failure(run, node)
         return _supervise(run, asked.ranks, node, asked.least_ranks)
     try:
         claim = run.claim() if asked.claim is None else os.fdopen(asked.claim)
@@ -266,16 +286,17 @@ def main(arguments: list[str]) -> int:
         log.error("%s", error)
         return 2
     with claim:
-        run.own()
+        run = OwnedRun.take(run)
         code = _supervise(run, asked.ranks, node, asked.least_ranks)
     from muster.page import report
 
-    report.write_at_end(run)  # which may take longer than the next owner waits
+    if is_owner(run):
+        report.write_at_end(run)  # which may take longer than the next owner waits
     return code
 
 
 def _supervise(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
-    stop_on_signal(run)
+    (leave_on_signal if node.least and node.rank else stop_on_signal)(run)
     codes: list[int] = []
     # torch's agent installs signal handlers if it runs in the main thread
     thread = threading.Thread(target=lambda: codes.append(_guarded(run, ranks, node, least_ranks)))
@@ -287,11 +308,21 @@ def _supervise(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int
 
 def _guarded(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
     try:
+        return _reported(run, ranks, node, least_ranks)
+    except ReplacedError as error:
+        log.error("%s", error)
+        return 1
+
+
+def _reported(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
+    try:
         if node.least is None and least_ranks is None:
             return Supervisor(run, ranks, node).supervise()
         from muster.launch.elastic import ElasticSupervisor
 
         return ElasticSupervisor(run, ranks, node, least_ranks).supervise()
+    except ReplacedError:
+        raise
     except Exception as error:
         from muster.launch import failure
 
@@ -306,8 +337,7 @@ def _guarded(run: Run, ranks: int, node: Node, least_ranks: int | None) -> int:
         if node.rank == 0:
             end_failed(run, found)
         else:
-            path = run.path / f"node-{node.label}.json"
-            storage.insist(run.path, lambda: write_json(path, found))
+            storage.insist(run.path, lambda: write_json(node_report(run, node), found))
         return 1
 
 

@@ -70,7 +70,9 @@ class Nodes:
         self._last_seen = {n: (b"", time.monotonic()) for n in others}
         self._token = secrets.token_hex(8)
         self._told = ""  # the latest problem of a heartbeat
+        self._given_up = False
         self._failed_in = 0  # the attempt in which another node's ranks failed
+        self._silence: tuple[int, dict[str, Any]] = (0, {})  # the attempt, and who was silent in it
         self._closing = threading.Event()
         self._heartbeats = threading.Thread(target=self._send_heartbeats, daemon=True, name="nodes")
         self._sign_in()
@@ -93,7 +95,7 @@ class Nodes:
     def join(self) -> None:
         """Rendezvous of all nodes for the next attempt."""
         self.attempt += 1
-        if not self._query(self._join):
+        if not self.query(self._join):
             raise LaunchError(
                 f"node 0 at {self.node.address} has sent no heartbeat for {self.seconds_silent(0):.0f} s; "
                 "bring it back, then start again on every node"
@@ -134,8 +136,8 @@ class Nodes:
             "--master-addr and --master-port, or raise distributed.timeout_s"
         )
 
-    def _key(self, what: str, node: int | str = "") -> str:
-        return f"{self.attempt}/{what}/{node}"
+    def _key(self, what: str, node: int | str = "", attempt: int | None = None) -> str:
+        return f"{self.attempt if attempt is None else attempt}/{what}/{node}"
 
     def report_failure(self) -> None:
         """This node's ranks have failed: the others end theirs."""
@@ -143,15 +145,38 @@ class Nodes:
             self.store.set(self._key("failed"), str(self.id))
 
     def peer_failed(self) -> bool:
-        """Whether ranks of another node failed, or a node is lost: then this node's ranks are ended."""
-        return self._failed_in == self.attempt or bool(self.silent_nodes(self.stall_limit_s))
+        """Whether ranks of another node failed, or a node is lost: then this node's ranks are ended. It stays so in
+        this attempt, also where the lost node is heard again: others may have ended their ranks."""
+        if silent := self._lost():
+            self._note_silence(self.attempt, silent[0])
+        return self._given_up or self._failed_in == self.attempt
 
-    def silent_nodes(self, longer_than: float | None = None) -> list[int]:
-        """Nodes without a heartbeat for so long. Only node 0 observes all; the others observe node 0."""
+    def give_up(self) -> None:
+        """This node's ranks end, now and in every attempt: the run is another's."""
+        self._given_up = True
+
+    def _lost(self) -> list[int]:
+        """Nodes for whose silence ranks are ended."""
+        return self._silent_for(self.stall_limit_s)
+
+    def _note_silence(self, attempt: int, node: int) -> None:
+        self._failed_in = max(attempt, self._failed_in)
+        if self._silence[0] < attempt:
+            self._silence = attempt, {"silent": node, "seconds": self.seconds_silent(node)}
+
+    def silence(self) -> NodeReport:
+        """The report of a node whose ranks were ended in this attempt because it did not hear another one."""
+        attempt, report = self._silence
+        return report if attempt == self.attempt else None
+
+    def silent_nodes(self) -> list[int]:
+        """Nodes that are not waited for. Only node 0 observes all; the others observe node 0."""
+        return self._silent_for(min(SILENT_S, self.stall_limit_s))
+
+    def _silent_for(self, seconds: float) -> list[int]:
         if self.node.nodes == 1:
             return []
-        limit = min(SILENT_S, self.stall_limit_s) if longer_than is None else longer_than
-        return sorted(n for n in self._last_seen if self.seconds_silent(n) > limit)
+        return sorted(n for n in self._last_seen if self.seconds_silent(n) > seconds)
 
     def seconds_silent(self, node: int) -> float:
         """Seconds since a node's last heartbeat."""
@@ -167,9 +192,9 @@ class Nodes:
             self.store.set(self._key("decision"), json.dumps(decision))
             self._wait_until_read()
             return decision
-        return self._query(lambda: self._decision(report)) or judge([report, {"silent": 0}])
+        return self.query(lambda: self._decision(report)) or judge([report, {"silent": 0}])
 
-    def _query(self, call: Callable[[], Result]) -> Result | None:
+    def query(self, call: Callable[[], Result]) -> Result | None:
         """The result of a call on the store; None when node 0 is lost, since it may then never return."""
         if self.node.rank == 0:
             return call()
@@ -190,10 +215,15 @@ class Nodes:
             raise errors[0]
         return results[0] if results else None
 
+    def _pause(self, seconds: float) -> None:
+        """In a thread that waits for node 0, and is left behind when this node gives it up."""
+        if self._closing.wait(seconds):
+            raise LaunchError("the connection to node 0 has been closed")
+
     def _decision(self, report: NodeReport) -> dict[str, Any]:
         self.store.set(self._key("report", self.id), json.dumps(report))
         while not self.store.check([self._key("decision")]):
-            time.sleep(0.05)
+            self._pause(0.05)
         decision: dict[str, Any] = json.loads(self.store.get(self._key("decision")))
         self.store.set(self._key("read", self.id), "")
         return decision
@@ -230,14 +260,15 @@ class Nodes:
         try:
             store.set(f"heartbeat/{self.id}", str(time.time()))
             store.write_again()
-            attempt, failed = self.attempt, self._key("failed")
+            attempt = self.attempt
+            failed = self._key("failed", attempt=attempt)
             others = {f"heartbeat/{n}": n for n in self._last_seen}
             found = store.present([*others, failed])
             for key, n in others.items():
                 if key in found and found[key] != self._last_seen[n][0]:
                     self._last_seen[n] = (found[key], time.monotonic())
             if failed in found:
-                self._failed_in = attempt
+                self._failed_in = max(attempt, self._failed_in)
             self._watch(store)
         except LOST:
             raise
@@ -253,8 +284,8 @@ class Nodes:
 class AgentStore:
     """What torch's agents tell each other, such as how many ranks each has, signed as all else is."""
 
-    def __init__(self, store: SignedStore, prefix: str) -> None:
-        self._store, self._prefix = store, prefix
+    def __init__(self, nodes: Nodes, prefix: str) -> None:
+        self._nodes, self._store, self._prefix = nodes, nodes.store, prefix
 
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(self._prefix + key, value)
@@ -264,10 +295,28 @@ class AgentStore:
             self.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
+        return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get([self._prefix + key for key in keys])
+        """What other agents have written. A node that is lost before it has ends this attempt."""
+        names = [self._prefix + key for key in keys]
+        found = self._nodes.query(lambda: self._await(names))
+        if found is None:
+            raise PeerFailedError
+        return found
+
+    def _await(self, names: Sequence[str]) -> list[bytes] | None:
+        nodes, end = self._nodes, time.monotonic() + self._nodes.timeout_s
+        while not self._store.check(names):
+            if nodes.peer_failed():
+                return None
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"nodes sent heartbeats, but started no ranks within {nodes.timeout_s:.0f} s; see "
+                    "launcher-*.log in the run directory for why"
+                )
+            time.sleep(POLL_S)
+        return self._store.multi_get(names)
 
 
 class NodeRendezvous(RendezvousHandler):
@@ -287,7 +336,7 @@ class NodeRendezvous(RendezvousHandler):
         if self.nodes.peer_failed():
             raise PeerFailedError
         node = self.nodes.node
-        store: Any = AgentStore(self.nodes.store, f"{self.nodes.attempt}/agents/")
+        store: Any = AgentStore(self.nodes, f"{self.nodes.attempt}/agents/")
         where = RendezvousStoreInfo(node.address, self.nodes.port)
         return RendezvousInfo(store, node.rank, node.nodes, where)
 

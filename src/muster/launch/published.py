@@ -41,8 +41,9 @@ def join_run(node: Node, recipe: Recipe) -> Run:
     there, here = comparable(master_recipe.as_dict()), comparable(recipe.as_dict())
     if different := differences(there, here):
         hint = "give every node the same recipe and the same key=value overrides"
-        refusal = f"node {node.rank} has another recipe ({different[0]}); {hint}"
-        SignedStore(store, found).set("refused", refusal)
+        if node.least is None:  # of an elastic run, the others go on without it
+            refusal = f"node {node.rank} has another recipe ({different[0]}); {hint}"
+            SignedStore(store, found).set("refused", refusal)
         raise LaunchError(f"node 0 trains with another recipe ({'; '.join(different[:3])}); {hint}")
     return run
 

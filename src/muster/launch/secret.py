@@ -41,9 +41,9 @@ def drawn() -> str:
     return secrets.token_hex(BYTES)
 
 
-def make(folder: Path) -> bytes:
-    """A new secret for this start of the run in `folder`, in a file there."""
-    fresh = secrets.token_bytes(BYTES)
+def make(folder: Path, fresh: bytes | None = None) -> bytes:
+    """A new secret for this start of the run in `folder`, with `fresh` or drawn bytes in a file there."""
+    fresh = fresh or secrets.token_bytes(BYTES)
     temporary = folder / f"{FILE}-{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -79,10 +79,14 @@ def start_name() -> str:
     return hmac.digest(from_environment() or b"", b"the name of this start", "sha256")[:4].hex()
 
 
-def remove(folder: Path) -> None:
-    """At the end of the run."""
+def remove(folder: Path, made_of: bytes) -> None:
+    """At the end of this start: not the file of one that has taken the run over."""
+    path = folder / FILE
     with suppress(OSError):
-        (folder / FILE).unlink()
+        number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(number, "rb") as file:
+            if file.read(BYTES + 1) == made_of:
+                path.unlink()
 
 
 def _mixed(fresh: bytes) -> bytes:

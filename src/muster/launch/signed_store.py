@@ -117,7 +117,8 @@ class SignedStore:
 
     def write_again(self) -> None:
         """Write the latest values of this process again where others have overwritten or removed them."""
-        own = dict(self._own)
+        with self._lock:
+            own = dict(self._own)
         there = self._there(list(own))
         for key, signed in own.items():
             found = there.get(key, b"")
@@ -125,11 +126,13 @@ class SignedStore:
                 self.raw.set(key, signed)
 
     def _keep(self, key: str, signed: bytes) -> None:
-        self._own.pop(key, None)
-        self._own[key] = signed
-        of_attempts = [key for key in self._own if key[:1].isdigit()]
-        if len(of_attempts) > KEPT:
-            del self._own[of_attempts[0]]
+        """In several threads: heartbeats write again what others keep."""
+        with self._lock:
+            self._own.pop(key, None)
+            self._own[key] = signed
+            of_attempts = [key for key in self._own if key[:1].isdigit()]
+            if len(of_attempts) > KEPT:
+                del self._own[of_attempts[0]]
 
     def _authentic(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The values among those of `keys`, which exist, that are authentic."""

@@ -15,7 +15,7 @@ Shape = dict[str, Kind]
 
 LONGEST_LINE = 2**24  # bytes
 INFO: Shape = {
-    **dict.fromkeys(("state", "host", "boot", "pids", "slurm_job"), "text"),
+    **dict.fromkeys(("state", "host", "boot", "pids", "slurm_job", "owner"), "text"),
     **dict.fromkeys(("created", "owned", "ended", "pid_started"), "finite"),
     **dict.fromkeys(("pid", "ranks", "restarts"), "count"),
     "exit_code": "whole",
