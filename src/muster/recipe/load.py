@@ -171,6 +171,7 @@ def _from_document(document: Mapping[str, Any]) -> DictConfig:
         raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
     own = plain(document)
     names = own.pop("defaults", [])
+    references.check(own)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecipeError(
             f"defaults: got {names!r}, expected a list of recipes, such as ['gpt-micro']"
