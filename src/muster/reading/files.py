@@ -13,6 +13,7 @@ from muster.errors import UnreadableError
 from muster.reading.text import printable
 
 SMALL = 2**16  # bytes: files of the kernel say that they have none
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 Refuse = Callable[[str], NoReturn]  # with what is wrong; raises
 
 
@@ -30,7 +31,24 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 def open_file(path: Path) -> BinaryIO:
     """To be read bit by bit. Not of a pipe, whose opening waits, nor of a device, which may have no end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return _regular(os.open(path, READ), path)
+
+
+def open_no_link(path: Path, folders: int = 0) -> BinaryIO:
+    """The same of a file that is no link, in `folders` folders that are none: what is shown or mailed is then of
+    the folder above them. OSError for a link."""
+    above = os.open(path.parents[folders], READ | os.O_DIRECTORY)
+    try:
+        for parent in reversed(path.parents[:folders]):
+            inner = os.open(parent.name, READ | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            os.close(above)
+            above = inner
+        return _regular(os.open(path.name, READ | os.O_NOFOLLOW, dir_fd=above), path)
+    finally:
+        os.close(above)
+
+
+def _regular(handle: int, path: Path) -> BinaryIO:
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
