@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,60 @@ def gpt2_folder(tmp_path_factory):
         "{% set x = namespace(a=2) %}{% for i in range(50000) %}{% set x.a = x.a * x.a %}{% endfor %}",
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
         "{{ ''.__class__.__mro__ }}",
+        "{{ '%99999999d'|format(1) }}",
+        "{{ '{:99999999d}'.format(1) }}",
+        "{{ '{:{}d}'.format(1, 99999999) }}",
+        "{{ 'x'.ljust(10**9) }}",
+        "{{ 'x'|center(10**9) }}",
+        "{{ ['x']|map('center', 10**9)|list }}",
+        "{{ '1'.zfill(10**9) }}",
+        "{{ 'x'|indent(10**9, true) }}",
+        "{{ [1]|tojson(indent=10**9) }}",
+        "{{ [1]|batch(10**9, 0)|list }}",
+        "{{ 1|round(10**8, 'ceil') }}",
+        "{{ lipsum(n=10**8) }}",
+        "{% set x = namespace(a='x' * 1000) %}{% for i in range(30) %}{% set x.a = x.a ~ x.a %}{% endfor %}",
+        "{% set x = namespace(a='x' * 1000) %}{% for i in range(30) %}{% set x.a = x.a + x.a %}{% endfor %}",
+        "{% set x = namespace(a='x' * 9) %}{% for i in range(9) %}{% set x.a = x.a.replace('x', 'x' * 9) %}{% endfor %}",
+        "{% set x = namespace(a='x' * 9) %}{% for i in range(9) %}{% set x.a = x.a|replace('x', 'x' * 9) %}{% endfor %}",
+        "{% set x = namespace(a=[1]) %}{% for i in range(60) %}{% set x.a = [x.a, x.a] %}{% endfor %}{{ x.a }}",
+        "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}",
+        "{% set t = 'x' * 9999 %}{% for a in t %}{% for b in t %}{% for c in t %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set t = 'x' * 99999 %}{% for a in range(99999) %}{{ t }}{% endfor %}",
+        "{% for x in [[1]] recursive %}{{ loop(x) }}{% endfor %}",
+        "{% for a in range(9) %}" * 25 + "{% endfor %}" * 25,
     ],
 )
 def test_a_template_that_would_take_hours_or_all_memory_is_refused(source):
     begin = time.process_time()
     with pytest.raises(MusterError, match=r"the chat template (refuses|fails on) it"):
         ChatTemplate(source, {}).render(USER)
+    with suppress(RecipeError):
+        ChatTemplate(source, {}).check("a.jinja")
     assert time.process_time() - begin < 1.0
+
+
+def test_what_templates_do_with_texts_and_lists_is_still_done():
+    source = (
+        "{%- for m in messages[::-1] -%}{{ m.content.replace('h', 'H').strip() ~ '|' }}"
+        "{{ m['content']|replace('i', 'o')|trim|upper }}{{ '{} {:>3}'.format('a', 1) }}{{ 'x'.center(5) }}"
+        "{{ m.role.split('s')[0] + ','.join(['a', 'b']) }}{{ loop.last }}{{ m|tojson(indent=2)|length }}"
+        "{%- endfor -%}{{ messages|selectattr('role', 'equalto', 'user')|list|length }}"
+        "{% for k, v in {'a': 1}.items() %}{{ '%s=%d'|format(k, v) }}{% endfor %}{{ 1000000|default(5) }}"
+        "{% macro m(a) %}[{{ a }}]{% endmacro %}{{ m('x' * 3) }}{{ [1, 2]|join('-')|indent(4) }}{{ none }}"
+    )
+    assert ChatTemplate(source, {}).render(USER) == (
+        "Hi|HOa   1  x  ua,bTrue391a=11000000[xxx]1-2None"
+    )
+    long = [{"role": "user", "content": "x" * 2**21}] * 3
+    assert (
+        len(
+            ChatTemplate("{% for m in messages %}{{ m.content + '\\n' }}{% endfor %}", {}).render(
+                long
+            )
+        )
+        > 6e6
+    )
 
 
 def test_what_templates_do_is_still_done():

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.data.text.conversations import ASSISTANT, Message
-from muster.data.text.template_sandbox import BEGIN, END, bounded_range, environment
+from muster.data.text.template_bounds import begin
+from muster.data.text.template_sandbox import BEGIN, END, environment
 from muster.errors import MusterError, RecipeError, UnreadableError
 from muster.reading import json_file
 from muster.reading.files import read_text
@@ -110,6 +111,7 @@ class ChatTemplate:
         def fail(words: str) -> None:
             raise jinja2.exceptions.TemplateError(words)
 
+        begin()
         try:
             text: str = self._compiled.render(
                 messages=[dict(message) for message in messages],
@@ -118,7 +120,6 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 raise_exception=fail,
                 strftime_now=now.strftime,
-                range=bounded_range(),
                 **self.tokens,
             )
         except jinja2.exceptions.TemplateError as error:
@@ -137,11 +138,11 @@ class ChatTemplate:
 
     def check(self, where: str) -> ChatTemplate:
         """Itself, if Jinja can read it."""
-        import jinja2
-
         try:
             _ = self._compiled
-        except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # SyntaxError of Python too, where blocks lie too deep in each other
             raise RecipeError(
                 f"{where} is no Jinja template ({in_one_line(error, 300)}); correct it, or name another with "
                 "data.chat_template"
