@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,14 +14,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from muster.data.speech.vocabulary import Characters, Vocabulary
 from muster.data.speech.waveforms import RAW, read_extractor
-from muster.data.text.chat_template import ChatTemplate
-from muster.data.text.tokenizers import HuggingFace
-from muster.errors import CheckpointError, MusterError, RecipeError
+from muster.data.speech.whisper_text import WhisperTokens
+from muster.data.speech.whisper_tokenizer import _from_parts
+from muster.data.text.chat_template import ChatTemplate, find_template
+from muster.data.text.tokenizers import HuggingFace, Tokenizer, choose
+from muster.errors import CheckpointError, DataError, MusterError, RecipeError
 from muster.models.huggingface.config import ConfigFile, read_config
 from muster.models.huggingface.folder import read_any
 from muster.models.huggingface.generation import read_generation
 from muster.models.huggingface.tensors import TensorFolder, TensorLocation
+from muster.recipe.load import load
 
 LLAMA = {
     **{"model_type": "llama", "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2},
@@ -194,3 +200,134 @@ def test_what_templates_do_is_still_done():
     source = "{% for i in range(3) %}{{ '-' * 2 }}{{ '%03d' % i }}{{ 2 ** i * i % 3 }}{% endfor %}"
     template = ChatTemplate(source, {})
     assert [template.render(USER) for _ in range(3)] == ["--0000--0012--0022"] * 3
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
+def test_one_huge_id_does_not_cost_the_memory_of_all_below_it(tmp_path, gpt2_folder, name):
+    """Kept small here: the time and memory of `to_str` grow with the largest id, 28 s at 2^28."""
+    vocab = {"a": 0, "<|endoftext|>": 1, "b": 2**24}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    document = json.loads((gpt2_folder / "tokenizer.json").read_text())
+    document["model"]["vocab"] = vocab
+    if name == "tokenizer.json":
+        (tmp_path / name).write_text(json.dumps(document))
+        with pytest.raises(RecipeError, match=r"ids up to 16,777,216, which is too large"):
+            HuggingFace.read(tmp_path, "model.pretrained")
+    with pytest.raises(RecipeError, match=r"16,?777,?216"):
+        WhisperTokens.read(tmp_path, "model.pretrained")
+    for make in (
+        lambda text: Tokenizer.from_json({"kind": "huggingface", "tokenizer": text, "end": 1}),
+        lambda text: WhisperTokens.from_json(
+            {"kind": "whisper", "tokenizer": text, "multilingual": False}
+        ),
+    ):
+        with pytest.raises(DataError, match="ids up to 16,777,216"):
+            make(json.dumps(document))
+        with pytest.raises(DataError, match="the saved tokenizer cannot be read"):
+            make("{")
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_a_pipe_in_place_of_a_tokenizers_part_does_not_hold_the_process(tmp_path, name):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    begin = multiprocessing.get_context("fork").Process(target=_read_parts, args=(tmp_path,))
+    begin.start()
+    begin.join(30)
+    ended = begin.exitcode
+    begin.kill()
+    assert ended == 0
+
+
+def _read_parts(folder: Path) -> None:
+    with pytest.raises((MusterError, OSError)):
+        _from_parts(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("vocab.json", '{"a": -1}'),
+        ("vocab.json", '{"a": 1.5}'),
+        ("vocab.json", '{"a": true}'),
+        ("vocab.json", "[1]"),
+        ("merges.txt", "a b c\n"),
+        ("merges.txt", "a\n"),
+        ("merges.txt", "a b\n"),
+    ],
+)
+def test_a_tokenizers_part_of_another_kind_is_named(tmp_path, file, text):
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("")
+    (tmp_path / file).write_text(text)
+    with pytest.raises(MusterError, match=r"vocab\.json|merges\.txt|no valid tokenizer"):
+        WhisperTokens.read(tmp_path, "model.pretrained")
+
+
+@pytest.mark.parametrize("kind", ["normalizer", "decoder"])
+def test_a_tokenizer_that_doubles_texts_again_and_again_is_refused(tmp_path, gpt2_folder, kind):
+    document = json.loads((gpt2_folder / "tokenizer.json").read_text())
+    step = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    inner = "normalizers" if kind == "normalizer" else "decoders"
+    for steps in ([step] * 8, [{**step, "content": "b"}] * 40, [{**step, "content": "a" * 99}]):
+        document[kind] = {"type": "Sequence", inner: [{"type": "Sequence", inner: steps}]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        with pytest.raises(RecipeError, match="chain of Sequence that makes text more than 64"):
+            HuggingFace.read(tmp_path, "model.pretrained")
+
+
+def test_usual_normalisers_are_taken(tmp_path, gpt2_folder):
+    document = json.loads((gpt2_folder / "tokenizer.json").read_text())
+    steps = [
+        {"type": "Replace", "pattern": {"String": "``"}, "content": '"'},
+        {"type": "NFKD"},
+        {"type": "Lowercase"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "Prepend", "prepend": "▁"},
+    ]
+    document["normalizer"] = {"type": "Sequence", "normalizers": steps}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert HuggingFace.read(tmp_path, "model.pretrained").size == 2
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"kind": "characters", "characters": 5},
+        {"kind": "subwords", "units": ["a"], "merges": [["x", "y"]]},
+        {"kind": "folder", "tokens": [1], "size": 3, "settings": {"special": [], "pad": "a"}},
+        {
+            "kind": "folder",
+            "tokens": {"a": 0},
+            "size": 2**40,
+            "settings": {"special": [], "pad": "a"},
+        },
+        {"kind": "folder", "tokens": {"a": 9}, "size": 3, "settings": {"special": [], "pad": "a"}},
+    ],
+)
+def test_a_saved_vocabulary_that_is_none_is_named(saved):
+    with pytest.raises(DataError, match=r"saved vocabulary of kind .* is damaged"):
+        Vocabulary.from_json(saved)
+
+
+def test_an_alphabet_is_looked_through_once():
+    begin = time.process_time()
+    with pytest.raises(DataError, match="twice"):
+        Characters("".join(map(chr, range(0x4E00, 0x9000))) * 3)
+    assert time.process_time() - begin < 0.5
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 5000, "a/" * 3000])
+def test_a_path_that_no_file_has_is_one_sentence(path):
+    for read in (
+        lambda: find_template(path, None, "</s>"),
+        lambda: choose("huggingface", path, None),
+        lambda: load(path + ".yaml"),
+    ):
+        with pytest.raises(RecipeError):
+            read()

@@ -19,7 +19,7 @@ from muster.data.text.template_bounds import begin
 from muster.data.text.template_sandbox import BEGIN, END, environment
 from muster.errors import MusterError, RecipeError, UnreadableError
 from muster.reading import json_file
-from muster.reading.files import read_text
+from muster.reading.files import expanded, read_text
 from muster.reading.text import in_one_line
 
 MOST = 2**20  # bytes of a template
@@ -166,7 +166,7 @@ def find_template(asked: str | None, tokenizer: Path | None, end: str) -> ChatTe
     if asked == BASIC_NAME:
         return ChatTemplate(BASIC, tokens)
     if asked is not None:
-        path = Path(asked).expanduser()
+        path = expanded(asked)
         if not path.exists():
             raise RecipeError(
                 f"data.chat_template: {asked} does not exist; name a Jinja file, a folder that has a "
