@@ -21,6 +21,7 @@ from muster.data.speech.whisper_tokenizer import _from_parts
 from muster.data.text.chat_template import ChatTemplate, find_template
 from muster.data.text.tokenizers import HuggingFace, Tokenizer, choose
 from muster.errors import CheckpointError, DataError, MusterError, RecipeError
+from muster.models.huggingface import tensors
 from muster.models.huggingface.config import ConfigFile, read_config
 from muster.models.huggingface.folder import read_any
 from muster.models.huggingface.generation import read_generation
@@ -331,3 +332,19 @@ def test_a_path_that_no_file_has_is_one_sentence(path):
     ):
         with pytest.raises(RecipeError):
             read()
+
+
+def test_a_folder_that_somebody_else_made_is_not_removed(tmp_path, monkeypatch):
+    guessed = tmp_path / f".out.{os.getpid()}.part"
+    guessed.mkdir()
+    (guessed / "theirs").write_text("x")
+    monkeypatch.setattr(tensors.secrets, "token_hex", lambda n: "0" * 16)
+    with tensors.new_folder(tmp_path / "out") as part:
+        (part / "ours").write_text("x")
+    assert (guessed / "theirs").exists()
+    taken = tmp_path / f".other.{'0' * 16}.part"
+    taken.mkdir()
+    (taken / "theirs").write_text("x")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        tensors.new_folder(tmp_path / "other").__enter__()
+    assert (taken / "theirs").exists()
