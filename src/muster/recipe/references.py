@@ -71,7 +71,7 @@ def _refuse_secrets(key: str, value: str) -> None:
 
 def any_in(document: Mapping[Any, Any]) -> bool:
     return any(isinstance(part, str) and "${" in part for _, part in _leaves("", document)) or any(
-        "${" in key for key in _keys(document)
+        "${" in key for _, key in _keys(document)
     )
 
 
@@ -80,10 +80,13 @@ def check(document: Mapping[Any, Any]) -> None:
     if problem := first_problem(document):
         raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
     keys = list(_keys(document))
-    for key in keys:
+    for section, key in keys:
         if "${" in key:
-            raise RecipeError(f"{in_one_line(key)}: a key holds no ${{…}}; write the key itself")
-    plain = all(map(_PLAIN_KEY.fullmatch, keys))
+            raise RecipeError(
+                f"{in_one_line(section) or 'recipe'}: its key {in_one_line(key)} holds a reference; write the "
+                "key itself"
+            )
+    plain = all(_PLAIN_KEY.fullmatch(key) for _, key in keys)
     sizes: dict[str, int] = {}
     lengths: dict[str, int] = {}  # of chains of references
     waiting: list[str] = []  # keys whose size is being found
@@ -132,8 +135,8 @@ def _targets(key: str, value: str, plain: bool) -> Iterator[str]:
     reference is relative to would be mistaken."""
     for begin in re.finditer(r"\$\{", value):
         found = _ALLOWED.match(value, begin.start())
-        target = found and (found["key"] or found["argument"])
-        relative = target and (target.startswith(".") or ".dict." in found[0])
+        target = str(found["key"] or found["argument"] or "") if found else ""
+        relative = found and target and (target.startswith(".") or ".dict." in found[0])
         if not found or (relative and not plain):
             shown = _BEGIN.match(value, begin.start())
             raise RecipeError(
@@ -144,15 +147,16 @@ def _targets(key: str, value: str, plain: bool) -> Iterator[str]:
             yield target
 
 
-def _keys(document: Any) -> Iterator[str]:
-    waiting = [document]
+def _keys(document: Any) -> Iterator[tuple[str, str]]:
+    """Each with the section that it is in."""
+    waiting = [("", document)]
     while waiting:
-        part = waiting.pop()
+        name, part = waiting.pop()
         if isinstance(part, Mapping):
-            yield from map(str, part)
-            waiting += part.values()
+            yield from ((name, str(key)) for key in part)
+            waiting += [(f"{name}.{key}" if name else str(key), v) for key, v in part.items()]
         elif isinstance(part, (list, tuple)):
-            waiting += part
+            waiting += [(f"{name}.{number}", v) for number, v in enumerate(part)]
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
