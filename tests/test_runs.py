@@ -15,6 +15,7 @@ import pytest
 from muster import run_directory
 from muster.entrypoints.open_run import await_lost_owner, existing_run, open_run
 from muster.errors import LaunchError, MusterError
+from muster.observe.results import STOP_FILE
 from muster.recipe.load import load
 from processes import lives, until
 
@@ -506,3 +507,15 @@ def test_links_and_pipes_at_any_depth_are_refused_but_a_moved_folder_of_checkpoi
     os.mkfifo(run.path / "events.jsonl")
     with pytest.raises(LaunchError, match=r"events\.jsonl is a pipe"):
         run.refuse_links()
+
+
+def test_a_run_that_says_nothing_of_itself_begins(root):
+    run = made(root)
+    (run.path / "run.json").write_text("{}")
+    (run.path / "events.jsonl").write_text("")
+    (run.path / STOP_FILE).write_bytes(b"\xff\xfe")
+    assert not run.signalled()
+    run.begin()
+    assert run.info()["state"] == "starting"
+    (run.path / STOP_FILE).write_text("SIGTERM")
+    assert run.signalled()

@@ -34,6 +34,7 @@ from muster.observe import heartbeat, shapes
 from muster.observe.events import write_again
 from muster.observe.results import STOP_FILE, read_last
 from muster.reading import json_file
+from muster.reading.files import open_file
 from muster.reading.text import in_one_line
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Run:
     def begin(self, **changes: Any) -> None:
         """A new start, or a resumed one: a stop request and errors of an earlier start do not count."""
         info = self.info()
-        write_again(self.path, info["state"], info.get("failure") or {}, self.signalled())
+        write_again(self.path, str(info.get("state")), info.get("failure") or {}, self.signalled())
         (self.path / STOP_FILE).unlink(missing_ok=True)
         self.clear_error_reports()
         cleared = {"exit_code": None, "failure": None, "slurm_job": None}
@@ -255,10 +256,9 @@ class Run:
 
     def signalled(self) -> bool:
         """Whether a signal, and not a user, asked it to stop: then STOP_FILE has the signal's name."""
-        try:
-            return (self.path / STOP_FILE).read_text().startswith("SIG")
-        except OSError:
-            return False
+        with suppress(OSError, UnreadableError), open_file(self.path / STOP_FILE) as file:
+            return file.read(3) == b"SIG"
+        return False
 
     def last_metrics(self) -> dict[str, Any]:
         return read_last(self.path / "metrics.jsonl")

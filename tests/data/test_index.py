@@ -314,3 +314,26 @@ def test_a_full_disk_costs_the_index_and_nothing_else(small_disk, monkeypatch, c
     (small_disk / "ballast").unlink()
     ensure_index(paths)
     assert cache.index_paths(paths[0])[0].is_file()
+
+
+def test_no_index_is_written_through_a_link_in_a_folder_of_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "a.parquet"
+    path.write_text("x")
+    victim = tmp_path / "victim"
+    beside = tmp_path / "data" / cache.BESIDE
+    beside.mkdir()
+    (beside / ".a.parquet.json.lock").symlink_to(victim)
+    with cache.lock(path) as held:
+        assert held
+    assert not victim.exists()
+    (beside / ".a.parquet.json.lock").unlink()
+    beside.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    beside.symlink_to(tmp_path / "elsewhere")
+    with cache.lock(path) as held:
+        assert held
+    cache.save_index(path, cache.stamp(path, "audio"), [1])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert cache.load_index(path, "audio") == [1]

@@ -19,6 +19,7 @@ from transformers import (
     WhisperTokenizerFast,
 )
 
+from muster.data.speech import whisper_tokenizer
 from muster.data.speech.whisper_features import preprocessor_config
 from muster.data.speech.whisper_languages import LANGUAGES, language_code
 from muster.data.speech.whisper_text import WhisperTokens, drop_timestamps
@@ -331,3 +332,16 @@ def test_what_is_no_whisper_tokenizer_is_refused(tmp_path, learned):
     file.write_text(json.dumps(document))
     with pytest.raises(RecipeError, match="the 1501 ids after"):
         WhisperTokens.read(tmp_path, "model.pretrained")
+
+
+def test_vocab_and_merges_are_read_as_the_library_reads_them(tmp_path, learned):
+    from tokenizers import models
+
+    put(learned, tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    vocab, merges = models.BPE.read_file(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    theirs = byte_level(vocab, merges)
+    ours = whisper_tokenizer._from_parts(tmp_path)
+    assert merges
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hang_ranks import GLOO_S, SCENES, SLEEP_S, STALL_S
 
+from muster.diagnose import stall_files
 from muster.diagnose.hang import Hang, analyse, last_line
 from muster.observe import heartbeat
 from muster.observe.heartbeat import GRACE_S, STALLED, TICK_S
@@ -232,3 +233,13 @@ def test_a_beat_costs_next_to_nothing(tmp_path):
     each = (time.thread_time() - begin) / 100_000
     heartbeat.stop()
     assert each < 5e-6  # about 0.3 µs; the rest is room for a slow machine
+
+
+def test_stacks_of_one_long_line_are_read_in_one_pass(tmp_path):
+    path = tmp_path / "0.stacks.txt"
+    path.write_text("Thread 0x1 (most recent call first):\n" + 'File "' * 30_000)
+    begin = time.process_time()
+    assert stall_files.read(tmp_path, 0).native is None
+    assert time.process_time() - begin < 0.5
+    path.write_text('Current thread 0x1:\n  File "/a b.py", line 3 in f\n' + "x" * 2**21)
+    assert stall_files.read(tmp_path, 0).native == "/a b.py:3 in f"

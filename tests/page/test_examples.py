@@ -11,7 +11,7 @@ from pyarrow import ArrowInvalid
 
 from muster.errors import DataError
 from muster.page.build import read_document
-from muster.page.examples import audio_file, differences
+from muster.page.examples import differences, open_audio
 from muster.tasks.base import Example
 from muster.worker.recordings import keep_recordings
 from page import synthetic
@@ -63,9 +63,23 @@ def test_data_without_audio_keeps_none(tmp_path: Path) -> None:
 
 def test_a_recording_is_found_by_its_number_alone(tmp_path: Path) -> None:
     keep_recordings(tmp_path, Clips(), mistakes(5), 10, RATE)
-    assert audio_file(tmp_path, "5") == tmp_path / "mistakes" / "5.flac"
-    assert audio_file(tmp_path, "../mistakes/5") is None
-    assert audio_file(tmp_path, "6") is None
+    with open_audio(tmp_path, "5") as file:
+        assert file.read() == (tmp_path / "mistakes" / "5.flac").read_bytes()
+    for name in ("../mistakes/5", "6", "²", "5" * 5000):
+        assert open_audio(tmp_path, name) is None
+
+
+def test_a_recording_that_is_a_link_is_not_read(tmp_path: Path) -> None:
+    for run in (tmp_path / "file", tmp_path / "folder"):
+        run.mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "0.flac").write_bytes(b"secret")
+    (tmp_path / "file" / "mistakes").mkdir()
+    (tmp_path / "file" / "mistakes" / "0.flac").symlink_to(outside / "0.flac")
+    (tmp_path / "folder" / "mistakes").symlink_to(outside)
+    assert open_audio(tmp_path / "file", "0") is None
+    assert open_audio(tmp_path / "folder", "0") is None
 
 
 def test_differences_are_runs_of_words() -> None:

@@ -3,16 +3,22 @@
 import json
 import shutil
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from muster.diagnose.explain import explain_run
+from muster.errors import MusterError
 from muster.page import files
 from muster.page.build import document, read_document
 from muster.page.downsample import POINTS, bucket_size, rounded
 from muster.page.files import Growing, JsonFile
+from muster.page.live import LiveRuns
 from muster.page.read import RunFacts, RunFiles, Vanished
+from muster.page.report import as_script
 from muster.page.summary import best
 from muster.page.table import Table, parse
 from muster.page.times import BINS, Bins, RankTimes
@@ -64,6 +70,44 @@ def test_samples_of_a_long_file_are_whole_lines_and_its_end_is_complete(tmp_path
     with path.open("a") as out:
         out.write(lines(50_001))
     assert parse(file.read()[1])["step"].tolist() == [50_001]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "training: {steps: !!bool x}\n",
+        "training: {steps: !!timestamp x}\n",
+        "name: 2026-01-01\ntask_options: {x: [.nan, {y: [.inf]}]}\n",
+        "name: " + "[" * 3000 + "]" * 3000,
+        "a: &a [x,x,x,x,x,x,x,x]\n"
+        + "".join(f"{b}: &{b} [{','.join(['*' + a] * 8)}]\n" for a, b in pairwise("abcdefg")),
+        "training: [1]\n",
+        "training: {steps: x}\n",
+    ],
+)
+def test_a_recipe_that_is_none_takes_no_other_run_with_it(tmp_path: Path, recipe: str) -> None:
+    synthetic.write(tmp_path / "good", ranks=1, steps=5)
+    bad = synthetic.write(tmp_path / "bad", ranks=1, steps=5)
+    (bad / "recipe.yaml").write_text(recipe)
+    live = LiveRuns(tmp_path)
+    assert "good" in [run["name"] for run in json.loads(live.list().whole())["runs"]]
+    with suppress(MusterError):
+        json.loads(live.run("bad").refresh().whole())
+    with suppress(MusterError):
+        as_script(read_document(bad))
+
+
+def test_names_and_numbers_that_no_run_has_are_left_out(tmp_path: Path) -> None:
+    run = synthetic.write(tmp_path / "one", ranks=2, steps=5)
+    (run / "ranks" / "².jsonl").write_text(rank_lines(2))
+    (run / "ranks" / "².heartbeat.json").write_text('{"time": 1.0}')
+    (run / "ranks" / "².log").write_text("x\n")
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "ranks": 2**50}))
+    files = RunFiles(run)
+    files.refresh()
+    assert files.ranks == [0, 1]
+    explain_run(run)
 
 
 def test_numbers_of_a_file_with_a_spoilt_line_are_kept() -> None:

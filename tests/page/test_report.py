@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import wave
 
 import pytest
 from typer.testing import CliRunner
@@ -68,18 +67,36 @@ def test_words_of_a_run_cannot_end_the_script_that_holds_them():
 
 
 def test_recordings_are_inside_while_they_fit(tmp_path, monkeypatch):
-    audio = {str(i): tmp_path / f"{i}.wav" for i in range(3)}
-    for path in audio.values():
-        with wave.open(str(path), "wb") as file:
-            file.setparams((1, 2, 16000, 0, "NONE", ""))
-            file.writeframes(bytes(2000))
-    monkeypatch.setattr(report, "audio_file", lambda run, name: audio[name])
+    (tmp_path / "mistakes").mkdir()
+    for name in range(3):
+        (tmp_path / "mistakes" / f"{name}.flac").write_bytes(bytes(2000))
     monkeypatch.setattr(report, "AUDIO_BYTES", 5000)
-    mistakes = [{"id": name, "audio": True} for name in audio]
+    mistakes = [{"id": str(name), "audio": True} for name in range(3)]
     document = {"run": {"name": "speech"}, "examples": {"mistakes": mistakes}}
     kept = report.recordings([tmp_path], [document])["speech"]
     assert list(kept) == ["0", "1"]
-    assert kept["0"].startswith("data:audio/wav;base64,")
+    assert kept["0"].startswith("data:audio/flac;base64,")
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe.yaml", "events.jsonl", "metrics.jsonl", "ranks", "ranks/0.jsonl", "run.json"]
+)
+def test_nothing_outside_the_run_gets_into_its_report(tmp_path, name):
+    run = synthetic.write(tmp_path / "run", ranks=1, steps=5, state="finished")
+    outside = tmp_path / "outside"
+    (run / name).rename(outside)
+    (run / name).symlink_to(outside)
+    report.write([run], tmp_path / "report.html")
+    after = embedded((tmp_path / "report.html").read_text())["runs"][0]
+    parts = {
+        "recipe.yaml": after["told"]["recipe"],
+        "events.jsonl": after["evaluations"],
+        "metrics.jsonl": after["curves"]["series"],
+        "ranks": after["heat"]["step"][1:],
+        "ranks/0.jsonl": after["heat"]["step"][1:],
+        "run.json": after["run"]["created"],
+    }
+    assert not parts[name]
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

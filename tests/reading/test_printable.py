@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,3 +31,14 @@ def test_no_control_character_is_left(text: str) -> None:
 def test_plain_text_of_any_script_stays() -> None:
     for text in ("größer", "日本語 [red]", "a\tb\nc", "\u200fשלום"):
         assert printable(text) == text
+
+
+@pytest.mark.parametrize("begin", ["\x9d", "\x1b]", "\x90", "\x9b", "\x1b[0", "\x1b "])
+def test_sequences_that_never_end_are_looked_through_once(begin: str) -> None:
+    start = time.process_time()
+    printable(begin * 20_000)
+    assert time.process_time() - start < 0.5
+
+
+def test_titles_and_links_are_taken_out_whole() -> None:
+    assert printable("a\x1b]0;title\x07b\x9dlink\x9cc\x90x\x1b\\d") == "abcd"

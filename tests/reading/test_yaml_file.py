@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import yaml
 from hypothesis import given
@@ -95,3 +97,11 @@ def test_a_refusal_says_what_is_wrong_and_where(text: str | bytes, words: str) -
 def test_an_anchor_may_be_used_again() -> None:
     text = "base: &base {lr: 1e-3, steps: 5}\nown: {<<: *base, steps: 6}\n"
     assert parse(text, "x")["own"] == {"lr": 1e-3, "steps": 6}
+
+
+def test_a_number_of_many_parts_is_refused_before_it_is_multiplied() -> None:
+    begin = time.process_time()
+    for text in ("a: " + "1:" * 40_000 + "1", "1:" * 400 + "1: a", "- [" + "1:" * 40_000 + "1]"):
+        assert "found a number of more than 400 characters" in refusal(text)
+    assert time.process_time() - begin < 1.0
+    assert parse("a: 1:30:00", "x") == {"a": 5400}

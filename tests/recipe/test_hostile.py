@@ -88,6 +88,95 @@ def test_a_hostile_file_is_refused(file: Path, text: str, words: str) -> None:
     assert words in refusal(file, BASE + text)
 
 
+PARTS = """
+slurm: {setup: ["$", "{oc.e", "nv:MY_SECRET}", "${slurm.setup.0}${slurm.setup.1}${slurm.setup.2}"]}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"{PARTS}description: '${{{resolver}${{slurm.setup.3}}}}'\n"
+            for resolver in (
+                "oc.decode :",
+                "oc.decode\t:",
+                "oc.create :",
+                " oc.decode:",
+                "oc.create:",
+            )
+        ),
+        "description: '${hydra:runtime.cwd}'\n",
+        "description: '${now:%999999999Y}'\n",
+        "task_options: {'${oc.env:MY_SECRET}': 1}\ndata: {train: '${oc.dict.keys:task_options}'}\n",
+        "task_options: {'a}${oc.env:MY_SECRET': 1}\ndata: {train: '${oc.dict.values:task_options}'}\n",
+    ],
+)
+def test_no_other_resolver_is_read_nor_text_that_becomes_one(
+    file: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2")
+    words = refusal(file, BASE + text)
+    assert "is not read in a recipe" in words or "holds a reference; write the key itself" in words
+    with pytest.raises(RecipeError):
+        from_resolved(str(file))
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        *('${oc.select:"a0"}', "${ oc.select:a0}", "${ a0 }", "${oc.deprecated:a0}", "${a0,0}"),
+        *("${\u00a0a0}", "${oc.select :a0}"),
+    ],
+)
+def test_the_bound_on_what_references_expand_to_counts_every_way_to_write_one(
+    file: Path, reference: str
+) -> None:
+    lines = "".join(
+        f"a{n}: '" + reference.replace("a0", f"a{n - 1}") * 9 + "'\n" for n in range(1, 8)
+    )
+    words = refusal(file, BASE + "a0: x\n" + lines)
+    assert "expand to more than" in words or "is not read in a recipe" in words
+
+
+def test_files_that_double_with_each_other_are_refused_before_they_are_composed(file: Path) -> None:
+    for n in range(1, 8):
+        file.with_name(f"f{n}.yaml").write_text(f"defaults: ['f{n + 1}@a', 'f{n + 1}@b']\n")
+    file.with_name("f8.yaml").write_text("x: 1\n")
+    assert "lead to more than 100 files" in refusal(file, "defaults: [f1, _self_]\n" + BASE)
+
+
+@pytest.mark.parametrize(
+    "entry", ["'${name}'", "{'${name}': x}", "{x: '${name}'}", "{x: [a, '${name}']}", "'a@${name}'"]
+)
+def test_a_file_that_is_chosen_while_files_are_composed_is_refused(file: Path, entry: str) -> None:
+    file.with_name("unread.yaml").write_text("description: '${oc.env:MY_SECRET}'\n")
+    text = f"name: unread\ndefaults: [{entry}, _self_]\n" + BASE
+    words = refusal(file, text)
+    assert (
+        "is only known while it is composed" in words
+        or "holds a reference; write the key itself" in words
+    )
+
+
+def test_what_is_below_a_reference_and_from_the_end_of_a_list_counts(file: Path) -> None:
+    below = "p0: {v: x}\nq0: ${p0}\n" + "".join(
+        f"p{n}: {{v: '" + f"${{q{n - 1}.v}}" * 9 + f"'}}\nq{n}: ${{p{n}}}\n" for n in range(1, 8)
+    )
+    last = "a0: [x]\n" + "".join(
+        f"a{n}: ['" + f"${{a{n - 1}[-1]}}" * 9 + "']\n" for n in range(1, 8)
+    )
+    beside = "t: {v0: x, " + ", ".join(
+        f"'a.v{n}': '" + f"${{.v{n - 1}}}" * 9 + "'" for n in range(1, 8)
+    )
+    for text, words in (
+        (below, "expand to more"),
+        (last, "expand to more"),
+        (beside + "}\n", "not read"),
+    ):
+        assert words in refusal(file, BASE + text)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

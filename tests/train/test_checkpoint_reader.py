@@ -90,3 +90,18 @@ def test_a_damaged_file_is_one_sentence(checkpoint, damage):
     (checkpoint / METADATA).write_bytes(damage)
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: .*; it is damaged"):
         CheckpointReader(checkpoint, files(checkpoint))
+
+
+@pytest.mark.parametrize("put", [b"r" + (10**7).to_bytes(4, "little"), b"p10000000\n"])
+def test_a_number_that_asks_for_memory_is_refused_before_it_is_read(checkpoint, put):
+    (checkpoint / METADATA).write_bytes(b"\x80\x02}" + put + b".")
+    with pytest.raises(CheckpointError, match="it remembers an object by the number 10000000"):
+        CheckpointReader(checkpoint, files(checkpoint))
+
+
+def test_a_pipe_in_place_of_the_metadata_is_not_waited_for(checkpoint):
+    names = files(checkpoint)
+    (checkpoint / METADATA).unlink()
+    os.mkfifo(checkpoint / METADATA)
+    with pytest.raises(CheckpointError, match="not a file but a pipe"):
+        CheckpointReader(checkpoint, names)

@@ -194,6 +194,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an empty entry": (lambda m: {**m, "files": {"a": {}}}, "no size and checksum of a"),
     "a file elsewhere": (lambda m: {**m, "files": {"/etc/passwd": ENTRY}}, "is not inside"),
     "a file above": (lambda m: {**m, "files": {"../../x": ENTRY}}, "is not inside"),
+    "long name": (lambda m: {**m, "files": {"x" * 300: ENTRY}}, "x is missing"),
     "depth": (lambda m: {**m, "trainer": nested(500)}, "deep in each other"),
 }
 ENTRY = {"bytes": 1, "sha256": "0"}
@@ -223,6 +224,14 @@ def test_a_forged_manifest_is_refused_in_a_sentence(two, tmp_path, name, form):
     assert words in str(refused.value)
     assert words in str(kept_in(root)[0].problem)
     assert open_checkpoint(root).path == root / "step-2"
+
+
+def test_a_manifest_that_is_a_link_to_itself_is_refused_in_a_sentence(two, tmp_path):
+    root = shutil.copytree(two, tmp_path / "run")
+    (root / "step-4" / "manifest.json").unlink()
+    (root / "step-4" / "manifest.json").symlink_to("manifest.json")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        open_checkpoint(root / "step-4")
 
 
 @pytest.fixture

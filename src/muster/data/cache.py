@@ -4,6 +4,7 @@ process builds them while the others wait. A lock is released when its process e
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -11,18 +12,19 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from muster.errors import DataError
 from muster.reading import json_file
+from muster.writing import open_own, write
 
 log = logging.getLogger(__name__)
 
 LARGEST_INDEX = 2**31  # bytes
 INDEX_VERSION = 3
+BESIDE = ".muster-index"  # in the folder of the data
 
 
 def cache_folder() -> Path:
@@ -39,7 +41,7 @@ def exclusive_lock(folder: Path) -> Iterator[bool]:
     locks, where several may be inside."""
     locks = cache_folder() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
-    with (locks / folder.name).open("a") as file:
+    with open_own(locks / folder.name) as file:
         held = False
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -99,8 +101,9 @@ def lock(path: Path) -> Iterator[bool]:
     for target in index_paths(path):
         file = target.with_name(f".{target.name}.lock")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+            _make_own(file.parent)
+            flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            descriptor = os.open(file, flags, 0o666)
         except OSError:
             continue
         acquired = try_lock(descriptor, file)
@@ -125,10 +128,18 @@ def try_lock(descriptor: int, file: Path) -> bool:
         return True
 
 
+def _make_own(folder: Path) -> None:
+    """The folder of indexes, which is made in a folder of data that others may share: a link in its place might
+    lead anywhere."""
+    if folder.name == BESIDE and folder.is_symlink():
+        raise FileExistsError(errno.EEXIST, "a link in place of a folder", str(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def index_paths(path: Path) -> list[Path]:
     """Beside the data first; else in the user's cache, named by a hash of the full path."""
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
-    beside = path.parent / ".muster-index" / f"{path.name}.json"
+    beside = path.parent / BESIDE / f"{path.name}.json"
     elsewhere = cache_folder() / "index" / f"{path.stem}-{digest}.json"
     embedded = Path(__file__).resolve().parent.parent in path.resolve().parents
     # Root may write anywhere, as in a container; a folder without write bits counts as read-only.
@@ -161,14 +172,10 @@ def load_index(path: Path, column: str) -> Any:
 
 def save_index(path: Path, of: dict[str, Any], clips: Any) -> None:
     for target in index_paths(path):
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"of": of, "clips": clips}))
-            os.replace(temporary, target)
+            _make_own(target.parent)
+            write(target, json.dumps({"of": of, "clips": clips}))
         except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             continue
         return
     log.warning(

@@ -27,6 +27,7 @@ from muster.data import remote
 from muster.data.splits import Assigned, assign, assign_names, refuse_unclaimed
 from muster.data.splits import Split as Split
 from muster.errors import DataError
+from muster.reading.files import expanded
 from muster.urls import is_remote
 from muster.workloads import Content, workload
 
@@ -165,7 +166,7 @@ def find(spec: str, key: str, content: Content) -> tuple[list[Path], Assigned]:
     if is_remote(spec):
         found, names = remote.find(spec, key, tuple(e for e in endings if "/" not in e))
         return found, assign_names({path: Path(name) for path, name in names.items()})
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if spec.startswith(EMBEDDED):
         path = embedded_folder(spec.removeprefix(EMBEDDED), content)
     if path.is_dir():
@@ -190,7 +191,7 @@ def find(spec: str, key: str, content: Content) -> tuple[list[Path], Assigned]:
 
 def passed_over(spec: str, content: Content, found: set[Path]) -> list[tuple[Path, str]]:
     """Files that lie in the folder, or match the glob, and are not among those `find` found; and why."""
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if is_remote(spec) or spec.startswith(EMBEDDED) or not (path.is_dir() or glob.has_magic(spec)):
         return []
     there = _visible(path) if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))

@@ -19,6 +19,7 @@ from muster.errors import MusterError
 from muster.observe import shapes
 from muster.observe.events import Restart, restarts
 from muster.reading.files import open_file
+from muster.reading.names import number
 
 BLOCK = 1 << 20  # bytes read at a time
 WENT_WELL = ("finished", "stopped")
@@ -247,7 +248,7 @@ def _scan_logs(folder: Path) -> dict[str, Scan]:
     scans = {}
     for path in logs:
         if path.is_file() and path.stat().st_size:
-            rank = int(path.stem) if path.stem.isdigit() else None
+            rank = number(path.stem)
             with open_file(path) as file:
                 found = scan(file, str(path), rank)
             scans[str(path.relative_to(folder))] = found

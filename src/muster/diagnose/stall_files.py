@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from muster.errors import UnreadableError
 from muster.observe import shapes
 from muster.observe.heartbeat import own_code
 from muster.observe.heartbeats import State
 from muster.observe.heartbeats import read as read_heartbeats
+from muster.reading.files import open_file
+from muster.reading.names import number
 from muster.reading.shape import Kind, all_kept, kept
 
 STALL: Mapping[str, Kind] = {
@@ -36,7 +40,7 @@ ENTRY: Mapping[str, Kind] = {
     "collective_seq_id": "count",
 }
 ENTRY_NEEDS = ("profiling_name", "process_group", "collective_seq_id")
-RANK = re.compile(r"[0-9]{1,9}")
+MOST_STACKS = 2**20  # bytes of what faulthandler wrote
 FREE_SIZES = ("gather", "scatter", "all_to_all")  # ranks may differ in sizes there
 
 
@@ -163,17 +167,19 @@ def _stall(found: dict[str, Any]) -> dict[str, Any]:
         report["silent"] = {
             rank: state
             for rank, state in report["silent"].items()
-            if RANK.fullmatch(rank) and isinstance(state, str)
+            if number(rank) is not None and isinstance(state, str)
         }
     return {"lost": False, **report} if report else {}
 
 
 def _fault(path: Path) -> tuple[str | None, str | None]:
     """What faulthandler wrote: the innermost line of the main thread, and why, if it was a crash."""
-    text = path.read_text(errors="replace") if path.is_file() else ""
+    text = ""
+    with suppress(OSError, UnreadableError), open_file(path) as file:
+        text = file.read(MOST_STACKS).decode(errors="replace")
     crash = re.search(r"Fatal Python error: (.*)", text)
     main = re.split(r"^(?:Current t|T)hread .*\n", text, flags=re.MULTILINE)[-1]
-    frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main)
+    frames = re.findall(r'File "([^"\n]*)", line ([0-9]{1,9}) in (\S+)', main)
     frames = [f for f in frames if own_code(f[0])] or frames
     line = "{}:{} in {}".format(*frames[0]) if frames else None
     return line, crash and crash[1]

@@ -17,6 +17,7 @@ from muster.errors import MusterError, RecipeError
 from muster.models.configs import DecoderConfig, WhisperConfig
 from muster.models.plan import ParallelPlan
 from muster.models.presets import check_preset, configure
+from muster.reading.files import expanded
 from muster.urls import is_remote
 from muster.workloads import workload
 
@@ -37,7 +38,7 @@ def check_model(recipe: Recipe, layout: Layout) -> None:
         _check_pretrained(recipe, layout)
         return
     if wanted.config is not None:
-        _check_config(recipe, Path(wanted.config).expanduser(), "model.config", layout)
+        _check_config(recipe, expanded(wanted.config), "model.config", layout)
         return
     from muster.recipe.shape import check_length
 
@@ -109,7 +110,7 @@ def _folder(recipe: Recipe) -> Path | None:
     spec = recipe.model.pretrained
     if spec is None:
         return None
-    if Path(spec).expanduser().is_dir() or not is_hub_id(spec):
+    if expanded(spec).is_dir() or not is_hub_id(spec):
         return locate(spec)
     try:
         return locate(spec, fetch=False)
@@ -131,7 +132,7 @@ def check_tokenizer(recipe: Recipe) -> Tokenizer | None:
         pretrained = recipe.model.pretrained is not None
         kind = tokenizer_kind(wanted.kind, wanted.path, pretrained=pretrained)
         if kind == "huggingface" and wanted.path is not None:
-            WhisperTokens.read(Path(wanted.path).expanduser(), "data.tokenizer.path")
+            WhisperTokens.read(expanded(wanted.path), "data.tokenizer.path")
         elif kind == "huggingface" and folder is not None:
             WhisperTokens.read(folder, "model.pretrained")
     elif recipe.task == "causal-lm" and not (unknown and wanted.path is None):

@@ -25,6 +25,7 @@ from muster.models.weights import Weights
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.hybrid import without_head
 from muster.observe.progress import Report, silent
+from muster.reading.files import expanded
 from muster.recipe.schema import Recipe
 from muster.tasks.causal_lm import CausalLM
 from muster.tasks.chat import ChatLM
@@ -153,7 +154,7 @@ def _weights(saved: Saved, task: Exported) -> dict[str, Tensor]:
 
 
 def _base(pretrained: str) -> str:
-    path = Path(pretrained).expanduser()
+    path = expanded(pretrained)
     return str(path.absolute()) if path.is_dir() else pretrained
 
 
@@ -209,7 +210,7 @@ def _processor(task: SpeechSeq2Seq) -> tuple[dict[str, bytes], dict[str, Any]]:
 def _original(recipe: Recipe) -> Path | None:
     """The folder that the tokenizer was read from, if it is on this machine."""
     if recipe.data.tokenizer.path is not None:
-        path = Path(recipe.data.tokenizer.path).expanduser()
+        path = expanded(recipe.data.tokenizer.path)
         return path if path.is_dir() else path.parent if path.is_file() else None
     try:
         return huggingface.locate(str(recipe.model.pretrained), fetch=False)

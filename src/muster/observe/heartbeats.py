@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from muster.reading import json_file
-from muster.reading.files import open_file
+from muster.reading.files import open_no_link
+from muster.reading.names import number
 from muster.reading.shape import Kind, all_kept
 
 STALL_FILE = "stalled"  # in ranks/, with the attempt: a rank stalled
@@ -87,21 +88,23 @@ class Heartbeats:
         """Opened before its size is asked for, as NFS wants it. None for one that is gone, or is no heartbeat."""
         known = self._files.get(path.name)
         try:
-            with open_file(path) as file:
+            with open_no_link(path, folders=1) as file:
                 found = os.fstat(file.fileno())
                 stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if known and known[0] == stamp:
                     return known
-                return stamp, list(_states(json_file.parse_value(file.read(), path), path.name))
+                return stamp, list(
+                    _states(json_file.parse_value(file.read(json_file.MOST), path), path.name)
+                )
         except (OSError, ValueError):
             return None
 
 
 def _states(document: Any, name: str) -> Iterator[State]:
     """Of a rank's own file, whose name says which rank, or of a node's: what is no heartbeat is left out."""
-    own = name.partition(".")[0]
-    if own.isdigit() and isinstance(document, dict):
-        found: Any = [{**document, "rank": int(own)}]
+    own = number(name.partition(".")[0])
+    if own is not None and isinstance(document, dict):
+        found: Any = [{**document, "rank": own}]
     else:
         found = document.get("ranks") if isinstance(document, dict) else None
     yield from all_kept(found, STATE, "rank", "time")

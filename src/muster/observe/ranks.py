@@ -11,6 +11,7 @@ from rich.table import Table
 
 from muster.observe.heartbeats import Heartbeats, State
 from muster.observe.results import read_last
+from muster.reading.names import number
 
 EVERY_S = 1.0  # as often as ranks write
 SILENT_S = 10.0  # without a heartbeat
@@ -72,7 +73,9 @@ class RankTable:
     def rows(self) -> list[RankRow]:
         self._heartbeats.refresh()
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
-        ranks = {int(n) for n in numbers if n.isdigit()} | {*self._heartbeats.latest}
+        ranks = {found for n in numbers if (found := number(n)) is not None} | {
+            *self._heartbeats.latest
+        }
         return [self._row(rank) for rank in sorted(ranks)]
 
     def _row(self, rank: int) -> RankRow:

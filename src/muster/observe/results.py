@@ -15,7 +15,7 @@ from typing import Any
 from muster.errors import UnreadableError
 from muster.observe import shapes
 from muster.reading import json_file
-from muster.reading.files import open_file
+from muster.reading.files import open_file, open_no_link
 from muster.writing import write_json as write_json
 
 MANIFEST = "manifest.json"  # of a checkpoint, written last
@@ -43,7 +43,7 @@ def stream_lines(path: Path) -> Iterator[dict[str, Any]]:
 def read_last(path: Path) -> dict[str, Any]:
     """The last whole line of a .jsonl file, or nothing; only the end of the file is read."""
     try:
-        with open_file(path) as file:
+        with open_no_link(path) as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 16 * 1024))
             lines = file.read().split(b"\n")[:-1]

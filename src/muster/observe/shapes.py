@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ INFO: Shape = {
     "failure": "object",
     "nodes": "texts",
 }
+# Given to scancel and scontrol: anything else could be an option, which ends other jobs.
+JOB = re.compile(r"[0-9]{1,12}(_[0-9]{1,12})?")
 FAILURE: Shape = {
     **dict.fromkeys(("what", "cause", "cure", "signal", "host"), "text"),
     **dict.fromkeys(("hang", "error"), "object"),
@@ -98,6 +101,8 @@ def event(document: Any) -> dict[str, Any]:
 def info(document: Any) -> dict[str, Any]:
     """Of run.json."""
     found = kept(document, INFO)
+    if not JOB.fullmatch(found.get("slurm_job") or ""):
+        found.pop("slurm_job", None)
     if failure := found.get("failure"):
         found["failure"] = kept(failure, FAILURE)
         if error := found["failure"].get("error"):

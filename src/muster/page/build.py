@@ -24,7 +24,8 @@ REMEDY = "muster did not write it so; `muster explain` reads its logs alone"
 def read_document(run: Path) -> Document:
     """Of a run directory, read once."""
     files = RunFiles(run)
-    files.refresh()
+    with refused(f"the run in {run}", REMEDY):
+        files.refresh()
     return document(files)
 
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jiwer
 
+from muster.errors import UnreadableError
 from muster.observe.results import AUDIO_FOLDER
 from muster.page.document import Difference, Examples, Generated, Mistake
 from muster.page.read import RunFiles
+from muster.reading.files import open_no_link
+from muster.reading.names import number
 
 OPERATIONS = {"equal": "same", "substitute": "sub", "delete": "del", "insert": "ins"}
 
 
 def examples(files: RunFiles) -> Examples:
     results = files.results
-    folder, seconds = files.run.path / AUDIO_FOLDER, results.get("recordings") or {}
+    run, seconds = files.run.path, results.get("recordings") or {}
     step = int((results.get("best") or {}).get("step") or results.get("steps") or 0)
     return {
         "split": str(results.get("scored") or ""),
-        "mistakes": [_mistake(found, folder, seconds) for found in results.get("worst") or []],
+        "mistakes": [_mistake(found, run, seconds) for found in results.get("worst") or []],
         "generated": [
             *(_answer(found, step) for found in results.get("answers") or []),
             *(_continuation(found) for found in results.get("continuations") or []),
@@ -29,13 +33,21 @@ def examples(files: RunFiles) -> Examples:
     }
 
 
-def audio_file(run: Path, name: str) -> Path | None:
-    """The clip of a mistake; None for any other name."""
-    path = run / AUDIO_FOLDER / f"{name}.flac"
-    return path if name.isascii() and name.isdigit() and path.is_file() else None
+def open_audio(run: Path, name: str) -> BinaryIO | None:
+    """The clip of a mistake; None for any other name, and for a link."""
+    if number(name, digits=18) is not None:
+        with suppress(OSError, UnreadableError):
+            return open_no_link(run / AUDIO_FOLDER / f"{name}.flac", folders=1)
+    return None
 
 
-def _mistake(found: Mapping[str, Any], folder: Path, seconds: Mapping[str, float]) -> Mistake:
+def _has_audio(run: Path, name: str) -> bool:
+    if (file := open_audio(run, name)) is not None:
+        file.close()
+    return file is not None
+
+
+def _mistake(found: Mapping[str, Any], run: Path, seconds: Mapping[str, float]) -> Mistake:
     reference, hypothesis = str(found["reference"]), str(found["hypothesis"])
     return {
         "id": str(found["id"]),
@@ -44,7 +56,7 @@ def _mistake(found: Mapping[str, Any], folder: Path, seconds: Mapping[str, float
         "errors": int(found["edits"]),
         "words": len(reference.split()),
         "seconds": seconds.get(str(found["id"])),
-        "audio": (folder / f"{found['id']}.flac").is_file(),
+        "audio": _has_audio(run, str(found["id"])),
         "diff": differences(reference, hypothesis),
     }
 

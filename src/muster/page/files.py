@@ -1,6 +1,7 @@
 """Files that other processes write while they are read: on this machine, or on shared storage from another.
 
-Each is opened before its size is asked for: NFS answers `stat` from a cache that may be a minute old, but asks
+None is read through a link: the page and the report are of a run directory that may come from anybody, and its files
+alone are shown. Each is opened before its size is asked for: NFS answers `stat` from a cache that may be a minute old, but asks
 its server when a file is opened.
 """
 
@@ -14,25 +15,27 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import UnreadableError
-from muster.reading.files import open_file
+from muster.reading.files import open_no_link
 from muster.reading.json_file import parse_value
 
 BLOCK = 512  # bytes of a sample: a line or two
 TAIL = 16 * 1024  # and of the end, which is read whole
 CHUNK = 8 * 2**20  # bytes that are read at a time
+MOST = 64 * 2**20  # of one document
 
 
 class Growing:
-    """A .jsonl file to which lines are added, or which is replaced by a shorter one when a run resumes."""
+    """A .jsonl file to which lines are added, or which is replaced by a shorter one when a run resumes. It is
+    in `folders` folders of the run directory."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, folders: int = 0) -> None:
+        self.path, self.folders = path, folders
         self.offset, self.inode = 0, 0
 
     def unread(self) -> int:
         """Bytes; all of them after the file was replaced."""
         try:
-            with open_file(self.path) as file:
+            with open_no_link(self.path, self.folders) as file:
                 found = os.fstat(file.fileno())
         except (OSError, UnreadableError):
             return 0
@@ -43,7 +46,7 @@ class Growing:
         and none once all are read. With `samples`, only of so many places evenly spread over what is new,
         and of its end."""
         try:
-            file = open_file(self.path)
+            file = open_no_link(self.path, self.folders)
         except (OSError, UnreadableError):
             return False, b""
         with file:
@@ -115,12 +118,15 @@ class JsonFile:
     def refresh(self) -> bool:
         """Whether it changed."""
         try:
-            with open_file(self.path) as file:
+            with open_no_link(self.path) as file:
                 found = os.fstat(file.fileno())
                 seen = (found.st_ino, found.st_mtime_ns, found.st_size)
                 if seen == self._seen:
                     return False
-                value = self.parse(file.read())
+                text = file.read(MOST + 1)
+            if len(text) > MOST:
+                raise ValueError("too large")
+            value = self.parse(text)
         except (OSError, ValueError):
             changed, self.value, self._seen = bool(self.value), {}, None
             return changed

@@ -74,8 +74,9 @@ class LiveRun:
         """Raises `Vanished` when its directory is gone."""
         with self.lock:
             if time.monotonic() - self.sections.read_at >= FRESH_S:
-                self.files.refresh()
-                self.sections.update(document(self.files))
+                with refused(f"the run in {self.files.run.path}", REMEDY):
+                    self.files.refresh()
+                    self.sections.update(document(self.files))
             return self.sections
 
 
@@ -139,9 +140,10 @@ class LiveRuns:
         read_at, facts, line = self._lines.get(path) or (float("-inf"), RunFacts(path), None)
         if line is None or now - read_at >= (FRESH_S if facts.alive else ENDED_FRESH_S):
             try:
-                facts.refresh()
                 with refused(f"the run in {path}", REMEDY):
+                    facts.refresh()
                     line = summary(facts) | {"name": name}  # type: ignore[assignment]
+                    to_json(line)
             except (Vanished, UnreadableError, OSError):  # its storage may be away: the others stay
                 self._lines.pop(path, None)
                 return None
@@ -155,4 +157,5 @@ class LiveRuns:
             for run in sorted({first, second}, key=lambda run: run.files.run.path):
                 held.enter_context(run.lock)
                 run.refresh()
-            return to_json(compare(first.files, second.files))
+            with refused(f"what differs between {a} and {b}", REMEDY):
+                return to_json(compare(first.files, second.files))

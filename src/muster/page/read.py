@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from muster.errors import MusterError
 from muster.observe import shapes
@@ -18,9 +17,10 @@ from muster.observe.results import read_last
 from muster.page.files import Growing, JsonFile, documents, from_json
 from muster.page.table import Floats, Table, parse
 from muster.page.times import RankTimes
+from muster.reading import yaml_file
 from muster.run_directory import ALIVE, Run
 
-SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast where libyaml is
+MOST_RANKS = 2**16  # run.json may say any number
 
 
 class Vanished(MusterError):
@@ -114,7 +114,7 @@ class RunFiles(RunFacts):
     def ranks(self) -> list[int]:
         """Of the present attempt; files of ranks that an earlier one had are left aside."""
         world = self.info.get("ranks")
-        if isinstance(world, int):
+        if isinstance(world, int) and 0 <= world <= MOST_RANKS:
             return list(range(world))
         return sorted({*self.heartbeats, *self.times.recent})
 
@@ -150,7 +150,4 @@ def _info(text: bytes) -> Any:
 
 
 def _from_yaml(text: bytes) -> Any:
-    try:
-        return yaml.load(text, SAFE_LOADER)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    return yaml_file.parse(text, "recipe.yaml")

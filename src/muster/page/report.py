@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from muster.errors import MusterError
-from muster.page.build import read_document
+from muster.page.build import REMEDY, read_document
 from muster.page.compare import compare_runs
 from muster.page.document import Document
-from muster.page.examples import audio_file
+from muster.page.examples import open_audio
 from muster.page.read import RunFacts
+from muster.reading.libraries import refused
 from muster.run_directory import ENDED, Run
 from muster.writing import make_folder
 from muster.writing import write as write_file
@@ -45,7 +46,9 @@ def write(runs: Sequence[Path], file: Path) -> None:
         "audio": recordings(runs, documents),
     }
     try:
-        write_file(make_folder(file.parent) / file.name, render(content))
+        with refused(", ".join(map(str, runs)), REMEDY):
+            page = render(content)
+        write_file(make_folder(file.parent) / file.name, page)
     except OSError as error:
         raise MusterError(f"{file}: the report cannot be written: {error.strerror}") from None
 
@@ -67,12 +70,15 @@ def recordings(runs: Sequence[Path], documents: Sequence[Document]) -> dict[str,
     for path, shown in zip(runs, documents, strict=True):
         kept = found.setdefault(shown["run"]["name"], {})
         for mistake in shown["examples"]["mistakes"]:
-            audio = audio_file(path, mistake["id"]) if mistake["audio"] else None
-            if audio is None or audio.stat().st_size > left:
+            audio = open_audio(path, mistake["id"]) if mistake["audio"] else None
+            if audio is None:
                 continue
-            left -= audio.stat().st_size
-            encoded = base64.b64encode(audio.read_bytes()).decode()
-            kept[mistake["id"]] = f"data:audio/{audio.suffix[1:]};base64,{encoded}"
+            with audio:
+                content = audio.read(left + 1)
+            if len(content) <= left:
+                left -= len(content)
+                encoded = base64.b64encode(content).decode()
+                kept[mistake["id"]] = f"data:audio/flac;base64,{encoded}"
     return found
 
 

@@ -28,6 +28,7 @@ import anyio
 import uvicorn
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -37,9 +38,10 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from muster.errors import LaunchError, MusterError
-from muster.page.examples import audio_file
+from muster.page.examples import open_audio
 from muster.page.live import LiveRuns, Sections, join, to_json
 from muster.page.read import Vanished
+from muster.reading.names import number
 
 ASSETS = Path(__file__).parent / "assets"
 LOOPBACK = "127.0.0.1"
@@ -137,17 +139,19 @@ async def _compare(request: Request) -> Response:
 
 async def _audio(request: Request) -> Response:
     path = await run_sync(_runs(request).path, request.path_params["name"])
-    found = audio_file(path, request.path_params["clip"])
+    found = open_audio(path, request.path_params["clip"])
     if found is None:
         raise HTTPException(404)
-    return FileResponse(found, media_type="audio/flac")
+    # Of what is open, not of its name: it may have become a link meanwhile. Parts of it can be asked for.
+    opened = f"/proc/self/fd/{found.fileno()}"
+    return FileResponse(opened, media_type="audio/flac", background=BackgroundTask(found.close))
 
 
 async def _stream(request: Request) -> Response:
     runs, name = _runs(request), request.query_params.get("run")
     seen = request.query_params.get("seen", "0")
     read = runs.list if name is None else (await run_sync(runs.run, name)).refresh
-    events = _events(read, int(seen) if seen.isdecimal() else 0, request.app.state.ending)
+    events = _events(read, number(seen, digits=15) or 0, request.app.state.ending)
     return StreamingResponse(events, media_type="text/event-stream")
 
 

@@ -12,6 +12,7 @@ from muster.page.document import Heat
 from muster.page.downsample import rounded
 from muster.page.files import CHUNK, Growing
 from muster.page.table import Floats, parse
+from muster.reading.names import number
 
 BINS = 300  # at most, and at least half as many once there are so many steps
 TIMES = ("step", "compute_s", "comm_wait_s", "data_wait_s", "step_time_s")
@@ -35,8 +36,8 @@ class RankTimes:
     def refresh(self) -> bool:
         """Whether there was anything new."""
         for path in self.folder.glob("*.jsonl"):
-            if path.stem.isdigit():
-                self._files.setdefault(int(path.stem), Growing(path))
+            if (rank := number(path.stem)) is not None:
+                self._files.setdefault(rank, Growing(path, folders=1))
         unread = {rank: file.unread() for rank, file in self._files.items()}
         ranks = [rank for rank, size in unread.items() if size]
         if not ranks:

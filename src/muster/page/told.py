@@ -49,8 +49,16 @@ def _leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict) and value and not is_open:
             yield from _leaves(value, f"{dotted}.")
         else:
-            unending = isinstance(value, float) and not math.isfinite(value)
-            yield dotted, str(value) if unending else value  # YAML has .inf, JSON has not
+            yield dotted, _finite(value)
+
+
+def _finite(value: Any) -> Any:
+    """With text for the numbers that YAML has and JSON has not: .inf and .nan."""
+    if isinstance(value, dict):
+        return {str(name): _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def variables(files: RunFiles) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from muster.errors import RecipeError, UnreadableError
 from muster.reading import json_file
+from muster.reading.files import expanded
 from muster.reading.text import in_one_line
 from muster.reading.values import first_problem
 from muster.recipe.distributed import DeepSpeed
@@ -29,7 +30,7 @@ def config_for(recipe: Recipe, stage: int, world: int, precision: str) -> dict[s
     generated = _generate(recipe, stage, world, precision)
     if recipe.distributed.deepspeed.config is None:
         return generated
-    path = Path(recipe.distributed.deepspeed.config).expanduser()
+    path = expanded(recipe.distributed.deepspeed.config)
     given = read(path)
     check(path, given, recipe, generated)
     return _merge(given, generated)

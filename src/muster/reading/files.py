@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from muster.errors import UnreadableError
-from muster.reading.text import printable
+from muster.errors import MusterError, RecipeError, UnreadableError
+from muster.reading.text import in_one_line, printable
 
+LONGEST, LONGEST_NAME = 4095, 255  # bytes of a path, and of a part of it
 SMALL = 2**16  # bytes: files of the kernel say that they have none
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 Refuse = Callable[[str], NoReturn]  # with what is wrong; raises
 
 
@@ -30,7 +32,24 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 def open_file(path: Path) -> BinaryIO:
     """To be read bit by bit. Not of a pipe, whose opening waits, nor of a device, which may have no end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return _regular(os.open(path, READ), path)
+
+
+def open_no_link(path: Path, folders: int = 0) -> BinaryIO:
+    """The same of a file that is no link, in `folders` folders that are none: what is shown or mailed is then of
+    the folder above them. OSError for a link."""
+    above = os.open(path.parents[folders], READ | os.O_DIRECTORY)
+    try:
+        for parent in reversed(path.parents[:folders]):
+            inner = os.open(parent.name, READ | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+            os.close(above)
+            above = inner
+        return _regular(os.open(path.name, READ | os.O_NOFOLLOW, dir_fd=above), path)
+    finally:
+        os.close(above)
+
+
+def _regular(handle: int, path: Path) -> BinaryIO:
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
@@ -38,6 +57,20 @@ def open_file(path: Path) -> BinaryIO:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise UnreadableError(f"{printable(str(path))}: is not a file but a pipe or a device")
+
+
+def expanded(name: str | Path, kind: type[MusterError] = RecipeError) -> Path:
+    """A path as a recipe gives it, with `~` as the home of its user, where there is such a user. A name that no
+    file can have is refused."""
+    text = str(name)
+    if len(text.encode(errors="replace")) > LONGEST or any(
+        len(part.encode(errors="replace")) > LONGEST_NAME for part in text.split("/")
+    ):
+        raise kind(f"{in_one_line(text)}: is too long for the name of a file; give a shorter one")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def is_file(path: Path) -> bool:

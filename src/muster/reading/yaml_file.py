@@ -18,6 +18,7 @@ from muster.reading.values import DEEPEST, MOST, first_problem
 
 MOST_BYTES = 2**20
 FEW_CHARACTERS = 2**14
+LONGEST_NUMBER = 400  # characters of an integer
 PLAIN_TAGS = {
     f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map")
 }
@@ -47,6 +48,16 @@ class _Loader(_Fast):  # type: ignore[valid-type, misc]
         return found
 
 
+def _integer(loader: Any, node: yaml.ScalarNode) -> Any:
+    """YAML has numbers to the base of 60, such as 1:30:00, whose cost grows with the square of their length."""
+    if len(node.value) > LONGEST_NUMBER:
+        raise yaml.constructor.ConstructorError(
+            None, None, f"found a number of more than {LONGEST_NUMBER} characters", node.start_mark
+        )
+    return loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, form) for tag, form in forms if tag != TIMESTAMP]
     for first, forms in _Fast.yaml_implicit_resolvers.items()

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from muster.errors import RecipeError, UnreadableError
 from muster.reading import values, yaml_file
-from muster.reading.files import is_file, is_folder
+from muster.reading.files import expanded, is_file, is_folder
 from muster.reading.text import in_one_line
 from muster.recipe import aliases, defaults, length, own_task, references
 from muster.recipe.describe import LISTED, closest, instead, keys, mismatch, to_yaml
@@ -103,7 +103,7 @@ def list_recipes() -> list[tuple[str, str]]:
 
 
 def _find(name_or_path: str) -> Path:
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if "/" not in name_or_path and path.suffix not in (".yaml", ".yml"):
         shipped = SHIPPED / f"{name_or_path}.yaml"
         if is_file(shipped):
@@ -171,6 +171,7 @@ def _from_document(document: Mapping[str, Any]) -> DictConfig:
         raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
     own = plain(document)
     names = own.pop("defaults", [])
+    references.check(own)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RecipeError(
             f"defaults: got {names!r}, expected a list of recipes, such as ['gpt-micro']"

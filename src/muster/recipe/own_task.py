@@ -14,7 +14,7 @@ from typing import Any
 
 from muster.errors import RecipeError
 from muster.reading import json_file
-from muster.reading.files import is_file
+from muster.reading.files import expanded, is_file
 from muster.recipe.schema import Recipe
 from muster.writing import make_folder, write
 
@@ -84,7 +84,7 @@ def _located(key: str, name: str, folders: Sequence[Path], must_exist: bool) -> 
     own = parse(name)
     if own is None or not own.is_file:
         return name
-    places = [(folder / Path(own.place).expanduser()).absolute() for folder in folders]
+    places = [(folder / expanded(own.place)).absolute() for folder in folders]
     found = next((place for place in places if is_file(place)), places[0])
     if must_exist and not is_file(found):
         looked = " or ".join(dict.fromkeys(str(place.parent) for place in places))

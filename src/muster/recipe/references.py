@@ -31,13 +31,18 @@ PLAIN = re.compile(
     re.I,
 )
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:\s*['\"]?([A-Za-z_]\w*)['\"]?\s*[,}]")
-_REFERENCE = re.compile(r"\$\{(?:oc\.(?:select|dict\.keys|dict\.values):)?\s*([^${}:,]*)")
-# A number from the environment.
-_DECODED = re.compile(r"\$\{oc\.decode:\s*\$\{oc\.env:[^${}]*\}\s*\}")
-# Keys that are only known while they are resolved, and text that becomes values.
-_UNBOUNDED = re.compile(
-    r"\$\{[^{}:]*\$\{|\$\{\s*oc\.(?:select|dict\.\w+):[^{}]*\$\{|\$\{\s*oc\.(?:create|decode):"
+_KEY = r"\.*[\w-]+(?:\.[\w-]+|\[[\w-]+\])*"
+# All that is read. Whatever else OmegaConf's grammar has (quotes, escapes, blanks in odd places, keys that are only
+# known while they are resolved, text that becomes values) would lead past the bounds and past the secrets.
+_ALLOWED = re.compile(
+    rf"\$\{{[ \t]*(?:(?P<key>{_KEY})[ \t]*\}}"
+    rf"|oc\.(?:select|dict\.(?:keys|values)):[ \t]*(?P<argument>{_KEY})[ \t]*(?:,[^${{}}'\"\\]*)?\}}"
+    r"|oc\.env:[ \t]*(?P<quote>['\"]?)[A-Za-z_]\w*(?P=quote)[ \t]*[,}]"
+    r"|oc\.decode:[ \t]*(?=\$\{[ \t]*oc\.env:[^${}]*\}[ \t]*\})"  # a number from the environment
+    r"|now:(?:[\w :,.+/-]|%[A-Za-z%])*\})"
 )
+_BEGIN = re.compile(r"\$\{(?:(?!\$\{)[^:}])*(?:[:}]|\$\{)?")  # of one that is not, for a sentence
+_PLAIN_KEY = re.compile(r"[\w-]+")
 
 
 def may_be_secret(name: str, value: str) -> bool:
@@ -65,13 +70,23 @@ def _refuse_secrets(key: str, value: str) -> None:
 
 
 def any_in(document: Mapping[Any, Any]) -> bool:
-    return any(isinstance(part, str) and "${" in part for _, part in _leaves("", document))
+    return any(isinstance(part, str) and "${" in part for _, part in _leaves("", document)) or any(
+        "${" in key for _, key in _keys(document)
+    )
 
 
 def check(document: Mapping[Any, Any]) -> None:
     """Raise unless `document`, not resolved yet, stays within bounds once it is, and holds no secret."""
     if problem := first_problem(document):
         raise RecipeError(f"{in_one_line(problem.key) or 'recipe'}: {problem.words}")
+    keys = list(_keys(document))
+    for section, key in keys:
+        if "${" in key:
+            raise RecipeError(
+                f"{in_one_line(section) or 'recipe'}: its key {in_one_line(key)} holds a reference; write the "
+                "key itself"
+            )
+    plain = all(_PLAIN_KEY.fullmatch(key) for _, key in keys)
     sizes: dict[str, int] = {}
     lengths: dict[str, int] = {}  # of chains of references
     waiting: list[str] = []  # keys whose size is being found
@@ -87,7 +102,7 @@ def check(document: Mapping[Any, Any]) -> None:
             return sizes[key]
         waiting.append(key)
         lengths[key] = 1
-        found = sum(weigh(name, value) for name, value in _leaves(key, _select(document, key)))
+        found = sum(weigh(name, value) for name, value in _leaves(*_select(document, key)))
         waiting.pop()
         sizes[key] = found
         return found
@@ -98,11 +113,7 @@ def check(document: Mapping[Any, Any]) -> None:
         if "${" not in value:
             return 1 + len(value)
         _refuse_secrets(key, value)
-        if found := _UNBOUNDED.search(_DECODED.sub("", value)):
-            raise RecipeError(
-                f"{in_one_line(key)}: {in_one_line(found[0])}… is not read in a recipe; name the key itself"
-            )
-        targets = [_absolute(key, name) for name in _REFERENCE.findall(value)]
+        targets = [_absolute(key, name) for name in _targets(key, value, plain)]
         total = 1 + len(value) + sum(size_of(target) for target in targets)
         lengths[waiting[-1]] = max(lengths[waiting[-1]], *(1 + lengths[t] for t in targets), 1)
         if total > MOST:
@@ -117,6 +128,35 @@ def check(document: Mapping[Any, Any]) -> None:
             lengths[name] = 1
             weigh(name, value)
             waiting.pop()
+
+
+def _targets(key: str, value: str, plain: bool) -> Iterator[str]:
+    """The keys that `value` refers to. `plain`: no key of the document holds a dot, by which the section that a
+    reference is relative to would be mistaken."""
+    for begin in re.finditer(r"\$\{", value):
+        found = _ALLOWED.match(value, begin.start())
+        target = str(found["key"] or found["argument"] or "") if found else ""
+        relative = found and target and (target.startswith(".") or ".dict." in found[0])
+        if not found or (relative and not plain):
+            shown = _BEGIN.match(value, begin.start())
+            raise RecipeError(
+                f"{in_one_line(key)}: {in_one_line(shown[0] if shown else value)}… is not read in a recipe; "
+                "name the key itself"
+            )
+        if target:
+            yield target
+
+
+def _keys(document: Any) -> Iterator[tuple[str, str]]:
+    """Each with the section that it is in."""
+    waiting = [("", document)]
+    while waiting:
+        name, part = waiting.pop()
+        if isinstance(part, Mapping):
+            yield from ((name, str(key)) for key in part)
+            waiting += [(f"{name}.{key}" if name else str(key), v) for key, v in part.items()]
+        elif isinstance(part, (list, tuple)):
+            waiting += [(f"{name}.{number}", v) for number, v in enumerate(part)]
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -141,13 +181,20 @@ def _absolute(key: str, reference: str) -> str:
     return ".".join([*sections, parts[up:]]) if parts[up:] else ".".join(sections)
 
 
-def _select(document: Any, key: str) -> Any:
-    """None where there is none, which OmegaConf refuses by its name."""
-    for part in key.split(".") if key else ():
+def _select(document: Any, key: str) -> tuple[str, Any]:
+    """What is at `key`, and its key: None where there is none, which OmegaConf refuses by its name. Below a
+    reference, that reference: what it leads to holds the part that is asked for."""
+    parts = key.split(".") if key else []
+    for number, part in enumerate(parts):
         if isinstance(document, Mapping):
             document = document.get(part)
-        elif isinstance(document, (list, tuple)) and part.isdigit() and int(part) < len(document):
-            document = document[int(part)]
+        elif isinstance(document, (list, tuple)):
+            try:
+                document = document[int(part)]  # as OmegaConf reads it, -1 and 0_1 too
+            except (ValueError, IndexError):
+                return key, None
+        elif isinstance(document, str):
+            return ".".join(parts[:number]), document
         else:
-            return None
-    return document
+            return key, None
+    return key, document

@@ -26,6 +26,7 @@ from muster.models.decoder import INITIAL_STD, Decoder, Part, initial_std
 from muster.models.huggingface.generation import Generation, read_generation
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import FreshWeights, Weights
+from muster.reading.files import expanded
 from muster.recipe.schema import Recipe
 from muster.recipe.shape import check_length
 from muster.tasks.base import Counts, Score, Task
@@ -188,7 +189,7 @@ class CausalLM(Task):
             key = "model.pretrained" if self._folder else "model.config"
             if self._folder:
                 refuse_no_weights(self._folder)
-            where = self._folder or Path(str(wanted.config)).expanduser()
+            where = self._folder or expanded(str(wanted.config))
             self.family, config = huggingface.read_any(
                 where, key, wanted.dropout, trust_remote_code=wanted.trust_remote_code
             )
@@ -209,7 +210,7 @@ class CausalLM(Task):
             return INITIAL_STD
         from muster.models.huggingface.config import ConfigFile
 
-        file = ConfigFile(Path(self.recipe.model.config).expanduser(), None, key="model.config")
+        file = ConfigFile(expanded(self.recipe.model.config), None, key="model.config")
         return float(file.get("initializer_range", None) or INITIAL_STD)
 
     def _check(self) -> None:

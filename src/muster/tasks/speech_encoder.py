@@ -29,6 +29,7 @@ from muster.models.huggingface import folder as huggingface
 from muster.models.huggingface import speech, speech_folder
 from muster.models.huggingface.speech import MEL_FAMILY, SpeechEncoderCTC
 from muster.models.weights import Weights
+from muster.reading.files import expanded
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Lengths
 from muster.tasks.speech import speech_source
@@ -155,7 +156,7 @@ class SpeechEncoder(SpeechCTC):
     def _new_vocabulary(self) -> Vocabulary:
         wanted = self.recipe.data.tokenizer
         if wanted.path is not None and wanted.kind in ("auto", "huggingface"):
-            key, folder = "data.tokenizer.path", Path(wanted.path).expanduser()
+            key, folder = "data.tokenizer.path", expanded(wanted.path)
         elif self.new_head and wanted.kind != "huggingface":
             return self._learn_vocabulary()
         else:

@@ -33,6 +33,7 @@ from muster.models.whisper.folder import Generation
 from muster.models.whisper.hybrid import HeadWeights, HybridWhisper
 from muster.models.whisper.model import FreshWhisper, Whisper, WhisperPart
 from muster.models.whisper.search import Search
+from muster.reading.files import expanded
 from muster.recipe.schema import Recipe
 from muster.tasks import whisper_ctc
 from muster.tasks.base import AnyRank, Counts, Example, Lengths, Score, Task
@@ -339,7 +340,7 @@ class SpeechSeq2Seq(Task):
         kind = tokenizer_kind(wanted.kind, wanted.path, pretrained=not fresh)
         if kind == "huggingface":
             if wanted.path is not None:
-                tokens = WhisperTokens.read(Path(wanted.path).expanduser(), "data.tokenizer.path")
+                tokens = WhisperTokens.read(expanded(wanted.path), "data.tokenizer.path")
             else:
                 assert self._folder is not None
                 tokens = WhisperTokens.read(self._folder, "model.pretrained")

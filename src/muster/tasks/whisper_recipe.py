@@ -14,6 +14,7 @@ from muster.errors import RecipeError
 from muster.models.configs import WhisperConfig
 from muster.models.whisper import folder as whisper_folder
 from muster.models.whisper.folder import Generation
+from muster.reading.files import expanded
 from muster.recipe.schema import Recipe
 
 
@@ -24,7 +25,7 @@ def config_for(recipe: Recipe, folder: Path | None) -> WhisperConfig:
         config = whisper_folder.read_config(folder)
         return dataclasses.replace(config, dropout=wanted.dropout)
     if wanted.config is not None:
-        config = whisper_folder.read_config(Path(wanted.config).expanduser(), "model.config")
+        config = whisper_folder.read_config(expanded(wanted.config), "model.config")
         return dataclasses.replace(config, dropout=wanted.dropout)
     models.check_preset(recipe.task, wanted.preset, wanted.sizes)
     found = models.configure(wanted.preset, wanted.sizes, dropout=wanted.dropout)

@@ -7,7 +7,9 @@ saves nothing else.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from muster.errors import CheckpointError
+from muster.reading.files import read_bytes
 
 METADATA = ".metadata"
+MOST = 2**30  # bytes of it
 KNOWN = {
     "torch.distributed.checkpoint.metadata": {
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -50,8 +54,9 @@ class CheckpointReader(FileSystemReader):
 def _read(folder: Path, files: Collection[str]) -> Metadata:
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            found = _Unpickler(file).load()
+        text = read_bytes(path, MOST)
+        _check_memo(text)
+        found = _Unpickler(io.BytesIO(text)).load()
         if not isinstance(found, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
         read = {str(info.relative_path) for info in (found.storage_data or {}).values()}
@@ -64,6 +69,13 @@ def _read(folder: Path, files: Collection[str]) -> Metadata:
             f"{path} points to {min(unknown)}, which is no file of this checkpoint"
         )
     return found
+
+
+def _check_memo(text: bytes) -> None:
+    """Python makes room for as many objects as the highest number that one is remembered by, 2^32 in five bytes."""
+    for opcode, argument, _ in pickletools.genops(text):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(text):
+            raise pickle.UnpicklingError(f"it remembers an object by the number {argument}")
 
 
 class _Unpickler(pickle.Unpickler):

@@ -13,6 +13,7 @@ from typing import Any
 from muster.errors import CheckpointError, UnreadableError
 from muster.observe.results import MANIFEST, step_folders
 from muster.reading import json_file
+from muster.reading.files import is_file
 from muster.reading.inside import inside
 from muster.reading.text import in_one_line
 
@@ -60,7 +61,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is incomplete: it has no {MANIFEST}, so its save was interrupted"
         ) from None
-    except (IsADirectoryError, UnreadableError) as error:
+    except (OSError, UnreadableError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({error})") from None
     if manifest.get("format") not in (FORMAT, SEALED):
         raise CheckpointError(
@@ -75,7 +76,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             path = inside(folder, name, folder / MANIFEST)
         except UnreadableError as error:
             raise CheckpointError(str(error)) from None
-        size = path.stat().st_size if path.is_file() else None
+        size = path.stat().st_size if is_file(path) else None
         if size != entry["bytes"]:
             has = "is missing" if size is None else f"has {size} bytes, expected {entry['bytes']}"
             raise CheckpointError(f"{folder}: {name} {has}")

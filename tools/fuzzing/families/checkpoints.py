@@ -86,6 +86,8 @@ def checkpoint(rng: Random, folder: Path) -> Case:
                 pickle.dumps(rng.choice(forged)),
                 b"",
                 b"\x80\x05.",
+                b"\x80\x02}r\xff\xff\xff\x7f.",
+                b"\x80\x02}p2000000000\n.",
                 b"(" * 10**5,
                 b"cos\nsystem\n(S'touch ran'\ntR.",
             ]

@@ -250,10 +250,22 @@ def _tokenizer() -> Any:
     return json.loads(tokenizer.to_str())
 
 
+def _bomb(rng: Random, document: Any) -> Any:
+    """One id far above the others; a text that doubles with each step."""
+    if rng.random() < 0.5:
+        model = document["model"]
+        vocab = {**model["vocab"], "far": 2 ** rng.choice([24, 28, 31])}
+        return {**document, "model": {**model, "vocab": vocab}}
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 30
+    return {**document, "normalizer": {"type": "Sequence", "normalizers": steps}}
+
+
 @reader("tokenizer", 1400)
 def tokenizer(rng: Random, folder: Path) -> Case:
     """tokenizer.json with tokenizer_config.json, and encoding with it."""
     document = _tokenizer()
+    if rng.random() < 0.1:
+        document = _bomb(rng, document)
     content = (
         mutate.json_file(rng, document) if rng.random() < 0.6 else json.dumps(document).encode()
     )
@@ -310,7 +322,12 @@ def vocabulary(rng: Random, folder: Path) -> Case:
             if name == "tokenizer.json" and rng.random() < 0.4:
                 continue
             made = mutate.raw_bytes(rng, content) if rng.random() < 0.3 else content
-            if name.endswith(".json") and rng.random() < 0.3:
+            if name in ("vocab.json", "tokenizer.json") and rng.random() < 0.1:
+                found = json.loads(content)
+                vocab = found if name == "vocab.json" else found["model"]["vocab"]
+                vocab["far"] = 2 ** rng.choice([24, 28, 31])
+                made = json.dumps(found).encode()
+            elif name.endswith(".json") and rng.random() < 0.3:
                 made = mutate.json_file(rng, json.loads(content))
             mutate.place(rng, folder / name, made)
         mutate.place(rng, folder / "config.json", mutate.json_file(rng, {"vocab_size": 2000}))

@@ -49,6 +49,7 @@ LINES = [
         "During handling of the above exception, another exception occurred:",
         "=" * 50,
         "\x1b[31mError: red\x1b[0m",
+        "Error: " + "\x9d" * 50_000,
         "Error: [/red]",
     ),
     *(

@@ -54,6 +54,16 @@ ODD_YAML = [
     b"name: ${oc.env:FUZZ_SECRET}\n",
     b"name: ${oc.env:FUZZ_SECRET,x}\n",
     b"name: ${oc.decode:${oc.env:FUZZ_SECRET}}\n",
+    b"slurm: {setup: ['$', '{oc.e', 'nv:FUZZ_SECRET}', '${slurm.setup.0}${slurm.setup.1}${slurm.setup.2}']}\n"
+    b"description: '${oc.decode :${slurm.setup.3}}'\n",
+    b"task_options: {'${oc.env:FUZZ_SECRET}': 1}\ndescription: '${oc.dict.keys:task_options}'\n",
+    b"task_options: {a0: x, "
+    + b", ".join(
+        b"a%d: '%b'" % (n, b'${oc.select:"task_options.a%d"}' % (n - 1) * 9) for n in range(1, 9)
+    )
+    + b"}\n",
+    b"defaults: ['gpt-micro@a', '${task}']\n",
+    b"a: " + b"1:" * 50_000 + b"1\n",
     b"name: ${name}\n",
     b"name: ${now:%Y}\n",
     b"name: ${${${a}}}\n",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from fuzzing import mutate
-from fuzzing.families.recipes import resolved
+from fuzzing.families.recipes import ODD_YAML, resolved
 from fuzzing.reader import Case, reader
 from muster import run_directory
 from muster.api.run import runs as api_runs
@@ -223,6 +224,24 @@ def _some(rng: Random) -> list[str]:
     return rng.sample([*DOCUMENTS, *LINES, "recipe.yaml", "log"], rng.choice([1, 1, 2]))
 
 
+def _lead_out(rng: Random, run: Path) -> None:
+    """A file or folder of the run is a link to one outside of it."""
+    outside = run.parent / "outside"
+    outside.mkdir()
+    (outside / "0.jsonl").write_text(
+        json.dumps({**TIMES[1], "step": 5, "compute_s": 4711.25}) + "\n"
+    )
+    (outside / "metrics.jsonl").write_text(json.dumps({**METRICS[0], "loss": 4711.25}) + "\n")
+    (outside / "recipe.yaml").write_text("description: '4711.25'\n")
+    name = rng.choice(["ranks", "ranks/0.jsonl", "metrics.jsonl", "recipe.yaml"])
+    if name == "ranks":
+        shutil.rmtree(run / name)
+        (run / name).symlink_to(outside)
+    else:
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(outside / Path(name).name)
+
+
 def shown(renderable: Any) -> str:
     """As the terminal would get it."""
     text = io.StringIO()
@@ -268,14 +287,22 @@ def listed(rng: Random, folder: Path) -> Case:
 def page(rng: Random, folder: Path) -> Case:
     name = mutate.name(rng, "run-1")
     path = write(rng, folder / "runs" / name, _some(rng))
+    if rng.random() < 0.2:
+        (path / "recipe.yaml").write_bytes(rng.choice(ODD_YAML))
+    if rng.random() < 0.1:
+        odd = rng.choice(["²", "٣", "9" * 200])
+        (path / "ranks" / f"{odd}.jsonl").write_bytes(b'{"step": 1}\n')
+    if rng.random() < 0.1:
+        _lead_out(rng, path)
 
     def read() -> Any:
-        to_json(read_document(path))
         live = LiveRuns(folder / "runs")
-        return live.list().whole()
+        return [live.list().whole(), to_json(read_document(path))]
 
-    def wrong(text: Any) -> str | None:
-        return None if isinstance(json.loads(text), dict) else "no JSON"
+    def wrong(texts: Any) -> str | None:
+        if not all(isinstance(json.loads(text), dict) for text in texts):
+            return "no JSON"
+        return "a file outside of the run is shown" if any("4711.25" in t for t in texts) else None
 
     return Case(read, (name,) if name.isprintable() else (), wrong)
 

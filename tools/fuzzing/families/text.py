@@ -110,6 +110,30 @@ def template(rng: Random, folder: Path) -> Case:
         "{% set x = namespace(a=1) %}{% for i in range(99999) %}{% set x.a = x.a * 10**50 %}{% endfor %}",
         "{{ '%1000000000d' % 1 }}",
         "{{ lipsum.__globals__ }}",
+        "{% for a in range(9) %}" * 25 + "{% endfor %}" * 25,
+        "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(99) }}",
+        "{% set x = namespace(a=[1]) %}{% for i in range(99) %}{% set x.a = [x.a, x.a] %}{% endfor %}{{ x.a }}",
+        *(
+            f"{{% set x = namespace(a='aa') %}}{{% for i in range(99) %}}{{% set x.a = {doubled} %}}{{% endfor %}}"
+            for doubled in (
+                "x.a ~ x.a",
+                "x.a + x.a",
+                "x.a|replace('a', 'aa')",
+                "x.a.replace('a', 'aa')",
+            )
+        ),
+        *(
+            f"{{{{ {made} }}}}"
+            for made in (
+                "'x'|center(10**9)",
+                "'x'.ljust(10**9)",
+                "'%999999999d'|format(1)",
+                "'{:999999999d}'.format(1)",
+                "[1]|tojson(indent=10**9)",
+                "[1]|batch(10**9, 0)|list",
+                "lipsum(n=10**9)",
+            )
+        ),
         "{" * 500,
         "{{ " + "(" * 500 + ")" * 500 + " }}",
     ]

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 from muster.data.remote.retry import TemporaryError
 from muster.data.remote.store import Kind, RemoteFile
 from muster.errors import DataError
+from muster.reading.names import number
 from muster.urls import FROM
 
 PIECE = 1 << 20
@@ -98,11 +99,13 @@ def _refusal(error: urllib.error.HTTPError, url: str) -> Exception:
 def _size(answer: http.client.HTTPResponse, url: str) -> int:
     """Of the whole file."""
     if answer.status == 206:
-        found = re.fullmatch(r"bytes \d+-\d+/(\d+)", answer.headers.get("Content-Range", ""))
+        found = re.fullmatch(
+            r"bytes [0-9]+-[0-9]+/([0-9]{1,18})", answer.headers.get("Content-Range", "")
+        )
         if found:
             return int(found[1])
-    elif (length := answer.headers.get("Content-Length", "")).isdecimal():
-        return int(length)
+    elif (length := number(answer.headers.get("Content-Length", ""), digits=18)) is not None:
+        return length
     raise DataError(
         f"{url}: the server does not say how long the file is, so that a broken-off one could not be told from a "
         "whole one; copy it to a disk or a bucket"

@@ -60,8 +60,17 @@ class FolderVocabulary(Vocabulary):
 
     @classmethod
     def read_json(cls, saved: Mapping[str, Any]) -> FolderVocabulary:
+        size, ids = saved["size"], saved["tokens"].values()
+        if (
+            type(size) is not int
+            or not 0 < size <= LARGEST_ID
+            or not all(type(i) is int and 0 <= i < size for i in ids)
+        ):
+            raise ValueError(
+                f"its ids are not below {in_one_line(size)}, or that beyond {LARGEST_ID}"
+            )
         settings = saved["settings"] | {"special": tuple(saved["settings"]["special"])}
-        return cls(saved["tokens"], saved["size"], TokenizerSettings(**settings))
+        return cls(saved["tokens"], size, TokenizerSettings(**settings))
 
     @classmethod
     def read(cls, folder: Path, key: str, size: int | None = None) -> FolderVocabulary:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import unicodedata
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from muster.errors import DataError, RecipeError
+from muster.reading.text import in_one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -115,10 +117,10 @@ class Vocabulary(ABC):
                 from muster.data.speech.ctc_tokenizer import FolderVocabulary
 
                 return FolderVocabulary.read_json(saved)
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # tokenizers raises no narrower one
             raise DataError(
-                f"The saved vocabulary of kind {kind!r} is damaged: {error!r}."
-            ) from error
+                f"The saved vocabulary of kind {kind!r} is damaged: {in_one_line(repr(error))}."
+            ) from None
         raise DataError(
             f"The saved vocabulary has kind {kind!r}; expected characters, subwords or folder."
         )
@@ -137,7 +139,7 @@ class Characters(Vocabulary):
     """One symbol per character of an alphabet, in the alphabet's order."""
 
     def __init__(self, characters: str = DEFAULT_CHARACTERS) -> None:
-        repeated = sorted({c for c in characters if characters.count(c) > 1})
+        repeated = sorted(c for c, count in Counter(characters).items() if count > 1)
         if repeated or not characters:
             problem = f"names {', '.join(map(repr, repeated))} twice" if repeated else "is empty"
             raise DataError(

@@ -24,7 +24,9 @@ from muster.data.speech.whisper_tokenizer import (
     read_tokenizer,
 )
 from muster.data.speech.windows import TICKS_PER_SECOND
+from muster.data.text import tokenizer_bounds
 from muster.errors import DataError, RecipeError
+from muster.reading.libraries import refused
 
 POSITIONS = 448
 
@@ -46,6 +48,7 @@ class WhisperTokens:
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(document)
+        tokenizer_bounds.check(self._tokenizer, "the saved tokenizer", DataError)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Without added tokens, a special token spelt out in a transcript is encoded as text.
@@ -84,7 +87,8 @@ class WhisperTokens:
     def from_json(saved: Mapping[str, Any]) -> WhisperTokens:
         if saved.get("kind") != "whisper":
             raise DataError(f"the saved tokenizer has kind {saved.get('kind')!r}; expected whisper")
-        return WhisperTokens(saved["tokenizer"], saved["multilingual"])
+        with refused("the saved tokenizer", "copy the checkpoint again", DataError):
+            return WhisperTokens(saved["tokenizer"], saved["multilingual"])
 
     def to_json(self) -> dict[str, Any]:
         document = self._tokenizer.to_str()

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from muster.data.speech.whisper_languages import LANGUAGES
 from muster.data.speech.windows import LONGEST, TICKS_PER_SECOND
+from muster.data.text import tokenizer_bounds
 from muster.errors import RecipeError
 from muster.reading import json_file
-from muster.reading.files import is_file, read_text
+from muster.reading.files import is_file, is_folder, read_text
 from muster.reading.libraries import refused
+from muster.reading.text import in_one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,7 +31,7 @@ BYTES = 256
 def read_tokenizer(folder: Path, key: str) -> tuple[Tokenizer, bool]:
     """Of a Hugging Face folder or its tokenizer.json, and whether it is a multilingual model's.
     `key` is the recipe key that named it."""
-    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    file = folder / "tokenizer.json" if is_folder(folder) else folder
     folder = file.parent
     if not is_file(file) and not is_file(folder / "vocab.json"):
         raise RecipeError(
@@ -43,6 +45,7 @@ def read_tokenizer(folder: Path, key: str) -> tuple[Tokenizer, bool]:
             tokenizer = Tokenizer.from_str(read_text(file, json_file.MOST_TOKENIZER))
         else:
             tokenizer = _from_parts(folder)
+    tokenizer_bounds.check(tokenizer, f"{key}: {folder}")
     if tokenizer.token_to_id(TIMESTAMPS[0]) is None:  # folders of 2022 leave them out
         tokenizer.add_tokens([AddedToken(token, normalized=False) for token in TIMESTAMPS])
     _check(tokenizer, f"{key}: {folder}")
@@ -100,9 +103,14 @@ def add_special(tokenizer: Tokenizer, languages: Iterable[str] = ()) -> None:
 def _from_parts(folder: Path) -> Tokenizer:
     """vocab.json and merges.txt; the special tokens are those that every Whisper has, with as many
     languages as config.json has rows for."""
-    from tokenizers import models
-
-    vocab, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    vocab = json_file.read(folder / "vocab.json", most=json_file.MOST_TOKENIZER)
+    for token, i in vocab.items():
+        if type(i) is not int or not 0 <= i < tokenizer_bounds.LARGEST_VOCABULARY:
+            raise RecipeError(
+                f"{folder / 'vocab.json'}: {in_one_line(token)} has the id {in_one_line(i)}, expected a whole number "
+                f"below {tokenizer_bounds.LARGEST_VOCABULARY:,}; copy it again"
+            )
+    merges = _merges(folder / "merges.txt")
     tokenizer = byte_level(vocab, merges)
     rows = _read_json(folder / "config.json").get("vocab_size", 0)
     others = len((END, START, *TASKS, *UNUSED_TOKENS, NO_TIMESTAMPS, *TIMESTAMPS))
@@ -110,6 +118,20 @@ def _from_parts(folder: Path) -> Tokenizer:
     count = rows - vocab.get(END, len(vocab)) - others if known else 99
     add_special(tokenizer, list(LANGUAGES)[: max(count, 0)])
     return tokenizer
+
+
+def _merges(file: Path) -> list[tuple[str, str]]:
+    found = []
+    lines = read_text(file, json_file.MOST_TOKENIZER).split("\n")
+    for number, line in enumerate(lines, 1):
+        line = line.removesuffix("\r")
+        if line.startswith("#version") or (not line and number == len(lines)):
+            continue
+        first, blank, second = line.partition(" ")
+        if not blank or " " in second:
+            raise RecipeError(f"{file}, line {number}: is not a pair of units; copy it again")
+        found.append((first, second))
+    return found
 
 
 def _check(tokenizer: Tokenizer, where: str) -> None:

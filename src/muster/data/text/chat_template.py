@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from muster.data.text.conversations import ASSISTANT, Message
-from muster.data.text.template_sandbox import BEGIN, END, bounded_range, environment
+from muster.data.text.template_bounds import begin
+from muster.data.text.template_sandbox import BEGIN, END, environment
 from muster.errors import MusterError, RecipeError, UnreadableError
 from muster.reading import json_file
-from muster.reading.files import read_text
+from muster.reading.files import expanded, read_text
 from muster.reading.text import in_one_line
 
 MOST = 2**20  # bytes of a template
@@ -110,6 +111,7 @@ class ChatTemplate:
         def fail(words: str) -> None:
             raise jinja2.exceptions.TemplateError(words)
 
+        begin()
         try:
             text: str = self._compiled.render(
                 messages=[dict(message) for message in messages],
@@ -118,7 +120,6 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 raise_exception=fail,
                 strftime_now=now.strftime,
-                range=bounded_range(),
                 **self.tokens,
             )
         except jinja2.exceptions.TemplateError as error:
@@ -137,11 +138,11 @@ class ChatTemplate:
 
     def check(self, where: str) -> ChatTemplate:
         """Itself, if Jinja can read it."""
-        import jinja2
-
         try:
             _ = self._compiled
-        except (jinja2.exceptions.TemplateError, RecursionError, ValueError) as error:
+        except (
+            Exception
+        ) as error:  # SyntaxError of Python too, where blocks lie too deep in each other
             raise RecipeError(
                 f"{where} is no Jinja template ({in_one_line(error, 300)}); correct it, or name another with "
                 "data.chat_template"
@@ -165,7 +166,7 @@ def find_template(asked: str | None, tokenizer: Path | None, end: str) -> ChatTe
     if asked == BASIC_NAME:
         return ChatTemplate(BASIC, tokens)
     if asked is not None:
-        path = Path(asked).expanduser()
+        path = expanded(asked)
         if not path.exists():
             raise RecipeError(
                 f"data.chat_template: {asked} does not exist; name a Jinja file, a folder that has a "

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Callable
 from typing import Any
 
+from muster.data.text import template_bounds as bounds
+
 BEGIN, END = "\U000f0a01", "\U000f0a02"  # around {% generation %} while rendering; private use
-MOST = 2**20  # characters, or parts of a list, that an operator makes
-MOST_BITS = 4096  # of a number
-MOST_TURNS = 10**6  # of all loops over ranges
 
 
 def environment() -> Any:
     """As transformers' own: blanks around tags, `break` and `continue`, JSON without HTML escapes."""
+    import jinja2.compiler
     import jinja2.ext
     import jinja2.nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -43,15 +40,47 @@ def environment() -> Any:
     ) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)  # fmt: skip
 
+    class Generator(jinja2.compiler.CodeGenerator):
+        def visit_Concat(self, node: Any, frame: Any) -> None:  # a ~ b
+            self.write("environment.joined((")
+            for part in node.nodes:
+                self.visit(part, frame)
+                self.write(", ")
+            self.write("))")
+
     class Bounded(ImmutableSandboxedEnvironment):
         """A template could else ask for any memory, or for hours, in a few characters."""
 
-        intercepted_binops = frozenset(["*", "**", "%"])
+        intercepted_binops = frozenset(["*", "**", "%", "+"])
+        code_generator_class = Generator
+        concat = staticmethod(bounds.concat)
+        joined = staticmethod(bounds.joined)
+        counted = staticmethod(bounds.counted)
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
+            found = super()._parse(source, name, filename)
+            for loop in found.find_all(jinja2.nodes.For):
+                if loop.recursive:
+                    raise jinja2.exceptions.TemplateSyntaxError("a loop is recursive", loop.lineno)
+                counted = jinja2.nodes.EnvironmentAttribute("counted", lineno=loop.lineno)
+                loop.iter = jinja2.nodes.Call(
+                    counted, [loop.iter], [], None, None, lineno=loop.lineno
+                ).set_environment(self)
+            return found
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if words := _beyond(operator, left, right):
-                raise jinja2.exceptions.SecurityError(words)
+            bounds.check_operator(operator, left, right)
             return super().call_binop(context, operator, left, right)
+
+        def call(__self, __context: Any, __obj: Any, *given: Any, **named: Any) -> Any:
+            bounds.check_call(__obj, given, named)
+            return super().call(__context, __obj, *given, **named)
+
+        def wrap_str_format(self, value: Any) -> Any:
+            found = super().wrap_str_format(value)
+            if found is not None:
+                bounds.check_format_spec(value.__self__)
+            return found
 
     class Names(jinja2.utils.Namespace):
         """Without names that begin with an underscore, by which Python's own could be reached."""
@@ -68,44 +97,16 @@ def environment() -> Any:
             super().__setitem__(name, value)
 
     found = Bounded(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, jinja2.ext.loopcontrols],
+        finalize=bounds.shown,
     )
     found.filters["tojson"] = tojson
+    for name, own in found.filters.items():
+        found.filters[name] = bounds.filtered(name, own)
+    del found.globals["lipsum"]  # makes any amount of text
+    found.globals["range"] = bounds.bounded_range
     found.globals["namespace"] = Names
     found.globals["dict"] = lambda *pairs, **names: dict(*pairs, **names)
     return found
-
-
-def _beyond(operator: str, left: Any, right: Any) -> str | None:
-    """Why the result of an operator would be too large."""
-    if operator == "%":
-        wide = isinstance(left, str) and any(len(n) > 4 for n in re.findall(r"[0-9]+", left))
-        stars = isinstance(left, str) and re.search(r"%[^a-zA-Z%]*\*", left)
-        return "a format asks for too wide a field" if wide or stars else None
-    numbers = [side for side in (left, right) if isinstance(side, int)]
-    if operator == "**":
-        large = len(numbers) == 2 and abs(left) > 1 and right * math.log2(abs(left)) > MOST_BITS
-        return "a power is too large" if large else None
-    sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-    if sizes and numbers and sizes[0] * numbers[0] > MOST:
-        return f"a text or list is repeated to more than {MOST:,}"
-    if len(numbers) == 2 and sum(number.bit_length() for number in numbers) > MOST_BITS:
-        return "a product is too large"
-    return None
-
-
-def bounded_range() -> Callable[..., range]:
-    """For one rendering: all its loops together take so many turns, so that loops in each other end too."""
-    from jinja2.exceptions import SecurityError
-
-    left = MOST_TURNS
-
-    def bounded(*bounds: int) -> range:
-        nonlocal left
-        found = range(*bounds)
-        left -= max(0, -(-(found.stop - found.start) // found.step))
-        if left < 0:
-            raise SecurityError(f"its loops over ranges take more than {MOST_TURNS:,} turns")
-        return found
-
-    return bounded

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from muster.errors import DataError, RecipeError, UnreadableError
+from muster.data.text import tokenizer_bounds
+from muster.errors import DataError, MusterError, RecipeError, UnreadableError
 from muster.reading import json_file
-from muster.reading.files import is_file, read_text
+from muster.reading.files import expanded, is_file, read_text
 from muster.reading.libraries import refused
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>")
-
-LARGEST_VOCABULARY = 2**24
 
 Ids = NDArray[np.uint32]
 Sizes = NDArray[np.int64]
@@ -74,7 +73,7 @@ class Tokenizer(ABC):
         """Where `choose` read it from; None where it is of no folder."""
         if path is None:
             return pretrained
-        given = Path(path).expanduser()
+        given = expanded(path)
         return given if given.is_dir() else given.parent
 
     def fingerprint(self) -> str:
@@ -85,7 +84,8 @@ class Tokenizer(ABC):
         if saved.get("kind") == "bytes":
             return Bytes()
         if saved.get("kind") == "huggingface":
-            return HuggingFace(saved["tokenizer"], saved["end"])
+            with refused("the saved tokenizer", "copy the checkpoint again", DataError):
+                return HuggingFace(saved["tokenizer"], saved["end"])
         raise DataError(
             f"the saved tokenizer has kind {saved.get('kind')!r}; expected bytes or huggingface"
         )
@@ -128,10 +128,17 @@ class HuggingFace(Tokenizer):
     """A tokenizer.json. Its truncation, padding and templates are off, and special tokens spelt out
     in a text are text: a document cannot end itself."""
 
-    def __init__(self, document: str, end: int) -> None:
+    def __init__(
+        self,
+        document: str,
+        end: int,
+        where: str = "the saved tokenizer",
+        kind: type[MusterError] = DataError,
+    ) -> None:
         import tokenizers
 
         self._tokenizer = tokenizers.Tokenizer.from_str(document)
+        tokenizer_bounds.check(self._tokenizer, where, kind)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -165,13 +172,8 @@ class HuggingFace(Tokenizer):
                 f"{file.parent / 'tokenizer_config.json'}"
             )
         with refused(f"{key}: {file}", kind=RecipeError, problem="is no tokenizer"):
-            found = cls(document, end)
+            found = cls(document, end, f"{key}: {file}", RecipeError)
             found.encode_all(["a"])  # some damage shows only then
-        if found.size > LARGEST_VOCABULARY:
-            raise RecipeError(
-                f"{key}: {file} has ids up to {found.size - 1:,}, which is too large: muster reads up to "
-                f"{LARGEST_VOCABULARY:,}; take another tokenizer"
-            )
         return found
 
     def encode_all(self, texts: Sequence[str]) -> list[tuple[Ids, Sizes]]:
@@ -224,7 +226,7 @@ def choose(kind: str, path: str | None, pretrained: Path | None) -> Tokenizer:
             )
         return Bytes()
     if path:
-        return HuggingFace.read(Path(path).expanduser(), "data.tokenizer.path")
+        return HuggingFace.read(expanded(path), "data.tokenizer.path")
     if pretrained is not None:
         return HuggingFace.read(pretrained, "model.pretrained")
     if kind == "huggingface":

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from muster.errors import RecipeError
+from muster.reading.files import expanded
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def is_hub_id(spec: str) -> bool:
 
 def locate(spec: str, *, fetch: bool = True) -> Path:
     """The folder `spec`, or the hub's model of that id, which is fetched unless it is here."""
-    folder = Path(spec).expanduser()
+    folder = expanded(spec)
     if folder.is_dir():
         return folder
     if not is_hub_id(spec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -205,18 +205,26 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """A sibling to write into, which takes the name `folder` once all of it is there."""
     folder = folder.absolute()
     refuse_full(folder)
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    try:
+    part = folder.with_name(f".{folder.name[:40]}.{secrets.token_hex(8)}.part")
+    with _named(folder):
         part.mkdir(parents=True)
-        yield part
-        part.rename(folder)
+    try:
+        with _named(folder):
+            yield part
+            part.rename(folder)
+    finally:  # only what was made here
+        shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} could not be written ({error}); nothing of it was kept; free some space or "
             "name a folder elsewhere"
         ) from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def refuse_other_state(shapes: Shapes, state: Mapping[str, Tensor]) -> None:

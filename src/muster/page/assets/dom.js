@@ -90,8 +90,9 @@ const shown = (value) => {
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 };
 
+// Without a prototype, so that a run cannot name what every object has, such as `constructor`.
 // Rates are per second of training, whichever unit is counted.
-const NAMES = {
+const NAMES = Object.assign(Object.create(null), {
   loss: "Loss",
   grad_norm: "Gradient norm",
   lr: "Learning rate",
@@ -106,22 +107,22 @@ const NAMES = {
   cer: "Character error rate",
   perplexity: "Perplexity",
   accuracy: "Accuracy",
-};
-const UNITS = {
+});
+const UNITS = Object.assign(Object.create(null), {
   audio_s_per_s: "× real time",
   tokens_per_s: "tokens/s",
   samples_per_s: "samples/s",
   step_time_s: "s",
   data_wait_s: "s",
   memory_gib: "GiB",
-};
+});
 const named = (name) => NAMES[name] || name.replace(/_/g, " ").replace(/^./, (c) => c.toUpperCase());
 const RATES = new Set(["wer", "cer", "accuracy", "mfu", "ser"]);
 const isCount = (name) => /^(words|word_|char|clips|exact_clips|units)/.test(name); // what rates are made of
 const scored = (name, value) =>
   RATES.has(name) && known(value) ? `${number(value * 100, 3)}\u202f%` : number(value);
 
-const STATES = {
+const STATES = Object.assign(Object.create(null), {
   running: ["●", "running"],
   starting: ["◌", "starting"],
   queued: ["◌", "queued"],
@@ -130,7 +131,7 @@ const STATES = {
   stopped: ["■", "stopped"],
   interrupted: ["?", "interrupted"],
   lost: ["?", "lost"],
-};
+});
 
 function stateMark(state) {
   const [glyph, word] = STATES[state] || ["?", state];
