@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
@@ -205,3 +207,17 @@ def test_the_command_writes_runs_by_name_into_one_file(tmp_path):
 def test_more_runs_than_a_chart_can_show_are_refused(tmp_path):
     with pytest.raises(MusterError, match="4 runs at most, not 5"):
         report.write([tmp_path] * 5, tmp_path / "report.html")
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_run_cannot_name_what_every_object_of_the_page_has():
+    script = """
+    const vm = require("vm"), page = vm.createContext({});
+    vm.runInContext(require("fs").readFileSync(0, "utf8"), page);
+    const found = '[named("constructor"), UNITS.constructor || 0, STATES.toString || 0, named("wer")]';
+    console.log(JSON.stringify(vm.runInContext(found, page)));
+    """
+    told = subprocess.run(
+        ["node", "-e", script], input=report.asset("dom.js"), capture_output=True, text=True
+    )
+    assert json.loads(told.stdout) == ["Constructor", 0, 0, "Word error rate"], told.stderr

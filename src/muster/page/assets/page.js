@@ -207,7 +207,8 @@ async function route() {
   const [kind, ...names] = address.slice(2).split("/").map(decodeURIComponent);
   const here = (route.latest = Symbol(kind));
   try {
-    const [shownView, follow, draw] = await (Object.hasOwn(routes, kind) ? routes[kind] : routes.runs)(...names);
+    const open = Object.hasOwn(routes, kind) ? routes[kind] : routes.runs;
+    const [shownView, follow, draw] = await open(...names);
     if (route.latest !== here) return;
     view = shownView;
     main.replaceChildren(shownView.element);
