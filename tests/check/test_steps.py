@@ -218,7 +218,9 @@ def test_a_rank_whose_core_is_busy_is_named(ranks):
         f"import os; os.sched_setaffinity(0, {{{cores[1]}}}); print(flush=True)\nwhile True: pass"
     )
     command = [sys.executable, "-c", spin]
-    busy = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(7)]
+    # Each in a session of its own: Linux shares a core among sessions first (autogroups).
+    options = {"stdout": subprocess.PIPE, "start_new_session": True}
+    busy = [subprocess.Popen(command, **options) for _ in range(7)]
     try:
         for process in busy:
             process.stdout.readline()  # it spins

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from muster.observe import heartbeat, stall
 from muster.observe.heartbeat import beat
+from muster.parallel.layout import Layout
+from muster.parallel.mesh import Mesh
 from muster.training.checkpoint import Checkpoints
 
 STALL_S = 8.0  # a rank may come late to a step by some seconds, on a busy machine
@@ -85,7 +87,8 @@ def waits_for_a_save(folder: Path, grows: bool) -> None:
                     shard.write("more")
             time.sleep(1.0)
 
-    saves = Checkpoints(folder / "checkpoints", None, {}, {}, keep=1, asynchronous=True)
+    alone = Mesh(0, 0, Layout(), torch.device("cpu"), None)
+    saves = Checkpoints(folder / "checkpoints", alone, {}, {}, keep=1, asynchronous=True)
     saves._thread = threading.Thread(target=write, name="checkpoint")
     saves._thread.start()
     saves.wait()
