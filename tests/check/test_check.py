@@ -188,6 +188,7 @@ def test_a_busy_port_is_named_with_the_process_that_holds_it():
         assert f"pid {os.getpid()}" in fail["words"]
 
 
+@pytest.mark.guides
 @needs_namespaces
 def test_two_hosts_are_checked_together(hosts, tmp_path: Path):  # noqa: F811
     common = ["check", "--gpus", "1", "--nodes", "2", "--master-addr", hosts[0].address]

@@ -214,6 +214,7 @@ class Endless(io.RawIOBase):
         return last
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize(
     "line",
     [

@@ -120,6 +120,7 @@ def test_the_command_averages_and_blends(trained, tmp_path):
     assert_same(tensors(tmp_path / "out"), expected)
 
 
+@pytest.mark.guides
 def test_an_incomplete_checkpoint_is_passed_over_and_told_of(fresh, tmp_path):
     for step in (1, 2):
         export_checkpoint(fresh / "checkpoints" / f"step-{step}", tmp_path / f"plain-{step}")

@@ -196,6 +196,7 @@ def test_a_model_that_falls_silent_or_repeats_itself_is_not_believed():
     assert not is_unreliable(Window(100.0, noise(4.0), RATE), heard("a " * 200))
 
 
+@pytest.mark.guides
 def test_what_is_not_believed_is_heard_again_in_smaller_windows(recordings, monkeypatch):
     recogniser = babbler(False)
     (usual,) = transcribe(recogniser, recordings[1:2])

@@ -99,6 +99,7 @@ def test_a_line_cut_short_in_the_middle_goes_and_its_neighbours_stay(tmp_path):
     assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
 
 
+@pytest.mark.guides
 def test_a_long_run_is_summed_up_line_by_line(long_file):
     found, most = peak(lambda: summarise_metrics(stream_lines(long_file)))
     assert most < 1.5  # MiB; the file has 3

@@ -61,6 +61,7 @@ def command_line(tmp_path_factory) -> tuple[Path, str]:
     return folder / "runs" / "latest", done.stdout
 
 
+@pytest.mark.guides
 def test_each_rank_has_a_trace_of_the_same_steps_with_all_phases(command_line):
     run, _ = command_line
     assert sorted(path.name for path in (run / "profile").iterdir()) == [

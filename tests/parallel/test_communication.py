@@ -180,6 +180,7 @@ def test_sequence_parallelism_gathers_and_scatters_the_stream(ranks, config):
         assert found == expected
 
 
+@pytest.mark.guides
 def test_accumulation_repeats_the_stream_but_not_the_norms(ranks):
     once, _ = ranks(2)(traffic, GPT, tensor_options(True, True), 1)[0]
     twice, _ = ranks(2)(traffic, GPT, tensor_options(True, True), 2)[0]

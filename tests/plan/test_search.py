@@ -170,6 +170,7 @@ def test_a_strategy_that_is_asked_for_is_the_only_one_weighed():
     assert {plan.strategy for plan in found.plans} == {"fsdp"}
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize(
     "layout",
     [

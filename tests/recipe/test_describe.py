@@ -129,6 +129,7 @@ def test_the_overrides_in_the_manual_work() -> None:
         load("speech", [override])
 
 
+@pytest.mark.guides
 def test_the_python_in_the_manual_runs(tmp_path: Path) -> None:
     page = MANUAL.read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", page, flags=re.DOTALL)

@@ -24,7 +24,7 @@ NEEDED = {  # recipes without data of their own
     "wav2vec2": ["data.train=embedded:spoken-numbers"],
     "whisper": ["data.train=embedded:spoken-numbers", f"model.pretrained={WHISPER}"],
 }
-MARKS = {"whisper": needs_whisper}
+MARKS = {"whisper": (needs_whisper, pytest.mark.guides)}
 
 
 ELSEWHERE = ("chat",)  # tests/tasks/test_chat_lm.py
@@ -49,6 +49,7 @@ def test_a_shipped_recipe_builds_its_model_and_finds_its_data(name, tmp_path):
     assert len(task.source("train")) > 1000
 
 
+@pytest.mark.guides
 @needs_speech
 def test_real_digits_at_8_khz_train(ranks, tmp_path):
     overrides = ["training.steps=12", "training.warmup_steps=4", f"data.train={FSDD}"]

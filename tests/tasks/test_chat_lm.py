@@ -143,6 +143,7 @@ def train_to_the_end(
     return results
 
 
+@pytest.mark.guides
 def test_the_shipped_recipe_learns_replies_and_answers(ranks, folder, tmp_path):
     """On two ranks that share the weights; the answers are those that the checkpoint gives."""
     pytest.importorskip("peft")

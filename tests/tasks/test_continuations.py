@@ -6,6 +6,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import muster
 from muster import run_directory
 from muster.page.build import read_document
@@ -46,6 +48,7 @@ def words(folder: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.guides
 def test_continuations_in_the_results_are_what_generate_says(ranks, tmp_path: Path) -> None:
     run = tmp_path / "run"
     asked = words(tmp_path, "distributed.strategy=fsdp")

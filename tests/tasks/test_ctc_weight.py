@@ -138,6 +138,7 @@ def test_layouts_that_split_the_encoder_are_refused(layout):
     refuse_conflicts(recipe, Layout(shard=2))
 
 
+@pytest.mark.guides
 def test_the_plan_counts_the_head(task):
     from muster.planner.shards import stages
     from plan.subjects import subject

@@ -201,6 +201,7 @@ def run(mesh: Any, folder: str, recipe: str, overrides: list[str]) -> tuple[Any,
     return read_lines(where.path / "metrics.jsonl"), score
 
 
+@pytest.mark.guides
 def test_the_shipped_recipe_reads_digits(ranks, tmp_path):
     _, score = ranks(1)(run, str(tmp_path), "digits", [])[0]
     assert score.scores["images"] == 347

@@ -279,6 +279,7 @@ def tried_first(mesh, folder: str) -> tuple[list[int], float]:
     return float(lengths[first[0]].max()), float(longest)
 
 
+@pytest.mark.guides
 def test_what_is_tried_first_holds_the_longest_sample_of_the_run(ranks, tmp_path):
     tried, longest = zip(*ranks(2)(tried_first, str(tmp_path)), strict=True)
     assert max(tried) == longest[0]

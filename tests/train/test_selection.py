@@ -86,6 +86,7 @@ def test_the_best_step_is_saved_where_no_checkpoint_was_due_and_never_pruned(fin
 
 
 # At 4, an evaluation is due, and is made after the stop.
+@pytest.mark.guides
 @pytest.mark.parametrize("stop", [4, pytest.param(5, marks=pytest.mark.full)])
 def test_a_resumed_run_keeps_the_best_that_it_had(ranks, tiny_recipe, finished, tmp_path, stop):
     recipe, unseen = tiny_recipe
@@ -114,6 +115,7 @@ def killed(mesh, folder, overrides, recipe, script, method: str) -> None:
     job.observer.close()
 
 
+@pytest.mark.guides
 @pytest.mark.parametrize(
     ("method", "best"), [("_write_manifest", 2), pytest.param("_prune", 4, marks=pytest.mark.full)]
 )
