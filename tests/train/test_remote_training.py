@@ -305,6 +305,22 @@ def test_a_named_run_on_an_empty_disk_begins_with_what_the_mirror_has(s3, shards
     assert complete_steps(run.path) == []
 
 
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_done(tmp_path):
+    def asked(steps: int):
+        words = [*CHEAP, f"logging.dir={tmp_path}", f"training.steps={steps}"]
+        return load("gpt-micro", words)
+
+    run, claim, _ = open_run(asked(6), 1, 1, None, "mine")
+    claim.close()
+    run.update(state="stopped")
+    checkpoint(run.path / "checkpoints", 6, asked(6).as_dict())
+    before = (run.path / "recipe.yaml").read_text()
+    with pytest.raises(RecipeError, match=r"training\.steps: 5 is less than the 6 steps that mine"):
+        open_run(asked(5), 1, 1, run, None)
+    assert (run.path / "recipe.yaml").read_text() == before
+    assert run.state() == "stopped"
+
+
 def test_a_mirror_that_cannot_be_reached_is_given_up_within_seconds(monkeypatch):
     monkeypatch.setattr(retry, "FIRST_WAIT_S", 0.5)
     monkeypatch.setattr(mirror, "PROBE_S", 3.0)

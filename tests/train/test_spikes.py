@@ -216,7 +216,7 @@ def test_stop_names_step_loss_limit_and_rows(ranks, recipe, tmp_path):
         ranks(2)(run, str(tmp_path), recipe, ["training.on_spike=stop"], {AT: HUGE}, True)
     words = failure.value.message
     assert failure.value.kind == "DataError"
-    assert f"the loss spikes at step {AT}: loss " in words
+    assert f"the loss and the gradient norm spike at step {AT}: loss " in words
     assert "(limit " in words
     assert "train.txt" in words
     assert "the newest complete one is step 30" in words

@@ -103,8 +103,9 @@ def _no_failure(report: Report) -> Text:
     text.append(_restarts(report) + "\n", style="not bold")
     explained = next((again for again in reversed(report.restarts) if again.cause), None)
     if explained:
-        text.append("\nlikely cause  ").append(f"{explained.cause}\n", style="not bold")
-        text.append("cure          ").append(f"{explained.cure}\n", style="not bold")
+        text.append(f"\nlikely cause at {explained.when()}  ")
+        text.append(f"{explained.cause}\n", style="not bold")
+        text.append("cure  ").append(f"{explained.cure}\n", style="not bold")
     text.append(_seen(report, 0, "in its logs, of all its starts"), style="dim not bold")
     text.rstrip()
     return text

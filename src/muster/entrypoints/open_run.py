@@ -288,8 +288,15 @@ def _check_same_maths(run: Run, recipe: Recipe) -> None:
     from muster.training.compatibility import refuse_other_recipe
     from muster.training.manifest import open_checkpoint
 
-    if complete_steps(run.path):
-        refuse_other_recipe(open_checkpoint(run.path, parts=0), recipe.as_dict())
+    if not complete_steps(run.path):
+        return
+    saved = open_checkpoint(run.path, parts=0)
+    refuse_other_recipe(saved, recipe.as_dict())
+    if recipe.training.steps is not None and recipe.training.steps < saved.step:
+        raise RecipeError(
+            f"training.steps: {recipe.training.steps} is less than the {saved.step} steps that {run.name} has done; give "
+            "at least those, or start a run of another name"
+        )
 
 
 def _write_recipe(run: Run, recipe: Recipe) -> None:

@@ -128,7 +128,7 @@ def _ending(event: Mapping[str, Any]) -> Restart | None:
         case "node_joined":
             return Restart("restarted", when, f"{', '.join(event['hosts'])} joined", step)
         case "rewind":
-            why = f"the loss spiked; {event['words']}"
+            why = f"the loss or the gradient norm spiked; {event['words']}"
             return Restart("restarted", when, why, step)
         case "shrunk" if event.get("restart"):
             return Restart("restarted", when, event["words"])

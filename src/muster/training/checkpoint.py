@@ -336,6 +336,12 @@ class Checkpoints:
                 remove(folder)
             except OSError as error:
                 log.warning("could not remove the old checkpoint %s (%s)", folder, error)
+                continue
+            if folder in self._passed_over:
+                words = (
+                    f"{folder.name} is removed: it was damaged, and a newer checkpoint is complete"
+                )
+                self.tell("warning", words=words)
 
     def _explain(self, error: BaseException, folder: Path) -> CheckpointError:
         free = shutil.disk_usage(self.root).free / 2**20 if self.root.exists() else 0.0

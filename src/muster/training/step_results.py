@@ -149,8 +149,11 @@ def _names(job: Job, launched: Launched) -> str:
 def _spike(job: Job, launched: Launched, record: StepRecord, names: str) -> None:
     """Told, and answered as `training.on_spike` says."""
     answer, limits = job.recipe.training.on_spike, launched.limits
+    over = [] if record.loss <= limits.loss else ["the loss"]
+    over += [] if record.grad_norm <= limits.grad_norm else ["the gradient norm"]
     words = (
-        f"the loss spikes at step {record.step}: loss {record.loss:.4g} (limit {limits.loss:.4g}), gradient norm "
+        f"{' and '.join(over)} {'spike' if len(over) > 1 else 'spikes'} at step {record.step}: "
+        f"loss {record.loss:.4g} (limit {limits.loss:.4g}), gradient norm "
         f"{record.grad_norm:.4g} (limit {limits.grad_norm:.4g}), with {names}"
     )
     job.observer.event(
