@@ -38,6 +38,7 @@ def test_what_is_of_another_kind_counts_as_missing() -> None:
     assert found == {"state": "failed", "more": [1]}
     assert shapes.info({"created": float("inf")}) == shapes.info([1]) == {}
     assert kept({"a": 2**60, "b": 1.5}, {"a": "count", "b": "count"}) == {}
+    assert kept({"a": 10**400}, {"a": "number"}) == {}  # beyond all floats
     assert not kept({"time": None}, {"time": "finite"}, "time")
     assert [*all_kept([{"a": 1}, 5, {"b": 1}], {"a": "count"}, "a")] == [{"a": 1}]
     assert not shapes.event({"event": "evaluation", "time": 1.0, "step": 3, "split": "x"})

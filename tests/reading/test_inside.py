@@ -64,3 +64,8 @@ def test_the_blobs_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
     (blobs / "hash").write_text("")
     (snapshot / "model.safetensors").symlink_to("../../blobs/hash")
     assert inside(snapshot, "model.safetensors", "x") == snapshot / "model.safetensors"
+
+
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableError, match="longer than 255 bytes"):
+        inside(tmp_path, "x" * 256, "index.json")

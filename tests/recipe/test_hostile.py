@@ -251,3 +251,27 @@ def test_a_number_may_come_from_the_environment(
     monkeypatch.setenv("STEPS", "7")
     file.write_text("task: causal-lm\ntraining: {steps: '${oc.decode:${oc.env:STEPS}}'}\n")
     assert load(str(file)).training.steps == 7
+
+
+def test_a_key_below_a_list_is_refused_by_its_name() -> None:
+    words = outcome(lambda: load("gpt-micro", ["training.betas={a: 1}"]))
+    assert words.startswith("training.betas: cannot be set: it would be a part of a list")
+
+
+def test_a_variable_that_is_not_set_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOPE", raising=False)
+    words = refusal(file, BASE + "data: {train: '${oc.env:NOPE}'}")
+    assert words == (
+        "data.train: the environment variable NOPE is not set; set it or give the value itself"
+    )
+
+
+def test_a_long_list_of_wrong_parts_is_described_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described: list[str] = []
+    monkeypatch.setattr(
+        "muster.recipe.load.mismatch", lambda key, value: described.append("") or "wrong"
+    )
+    refusal(file, BASE + f"slurm: {{options: {list(range(50))}}}")
+    assert len(described) == 1

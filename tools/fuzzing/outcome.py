@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from fuzzing.mutate import SECRET
-from muster.errors import MusterError
+from muster.errors import MusterError, RecipeError
 
 TAKEN, REFUSED = "taken", "refused"
 TRACE, UNCLEAR, HANG = "stack trace", "no sentence", "hang"
@@ -35,7 +36,11 @@ def of_error(error: BaseException, names: tuple[str, ...]) -> Outcome:
         return Outcome(MEMORY, _place(error))
     if not isinstance(error, MusterError):
         return Outcome(TRACE, f"{type(error).__name__} at {_place(error)}: {str(error)[:120]}")
-    problem = unclear(str(error), names)
+    # A recipe of another trainer is told key by key, each on a line.
+    several = isinstance(error, RecipeError) and all(
+        re.match(r"[^:]+: \S", line) for line in str(error).split("\n")
+    )
+    problem = unclear(str(error).replace("\n", "; ") if several else str(error), names)
     if problem:
         return Outcome(UNCLEAR, f"{problem}, at {_place(error)}: {str(error)[:200]!r}")
     return Outcome(REFUSED, str(error))

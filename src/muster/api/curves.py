@@ -22,6 +22,7 @@ BLUE, ORANGE = "#3B82C4", "#D97B29"  # both read well on white and on black
 GRAY = "#888888"  # edges
 INCHES = (4.2, 2.6)  # of one plot
 MOST_POINTS = 1000
+LARGEST = 1e30  # value that is drawn
 SMOOTH_FROM = 100  # points
 
 
@@ -31,7 +32,7 @@ def as_html(run: Run) -> str:
     loss = [
         (row["step"], row["loss"])
         for row in stream_lines(run.path / "metrics.jsonl")
-        if row["loss"] is not None
+        if row.get("loss") is not None
     ]
     words = [f"<b>{html.escape(run.name)}</b>: {run.state}"]
     if run.last:
@@ -59,11 +60,17 @@ def _draw(loss: Curve, name: str, scores: dict[str, Curve]) -> str:
     width, height = INCHES
     count = 2 if scores else 1
     with figure_for(width * count, "", height) as figure:
-        _loss(plain_axes(figure, "loss", (1, count, 1)), loss)
+        _loss(plain_axes(figure, "loss", (1, count, 1)), _drawable(loss))
         if scores:
             axes = plain_axes(figure, name, (1, count, 2))
             for (split, curve), colour in zip(scores.items(), (ORANGE, BLUE, GRAY), strict=False):
-                axes.plot(*zip(*curve, strict=True), "o-", color=colour, label=split, markersize=4)
+                axes.plot(
+                    *zip(*_drawable(curve), strict=True),
+                    "o-",
+                    color=colour,
+                    label=split,
+                    markersize=4,
+                )
             axes.set_xlabel("step")
             axes.legend(frameon=False)
         figure.patch.set_alpha(0.0)
@@ -74,6 +81,14 @@ def _draw(loss: Curve, name: str, scores: dict[str, Curve]) -> str:
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     return svg.replace(INK.lower(), "currentColor").replace(FAINT.lower(), f"{GRAY}55")
+
+
+def _drawable(curve: list[tuple[int, Any]]) -> Curve:
+    """With gaps where a run went astray: matplotlib fails at the largest of floats."""
+    return [
+        (step, math.nan if value is None or abs(value) >= LARGEST else value)
+        for step, value in curve
+    ]
 
 
 def _loss(axes: Axes, loss: Curve) -> None:

@@ -113,8 +113,13 @@ def trained_task(
         raise MusterError(f"{told} does not fit this muster ({words})") from None
     if recipe.task not in WORKLOADS:  # a user's own: what it raises is theirs to see
         return build_task(recipe, saved.assets)
-    with _refused(saved):
-        return build_task(recipe, saved.assets)
+    try:
+        with _refused(saved):
+            return build_task(recipe, saved.assets)
+    except MusterError as error:  # of its recipe or assets, which does not know whose they are
+        if str(saved.path) in str(error):
+            raise
+        raise type(error)(f"{saved.path}: {error}") from None
 
 
 def _refused(saved: Saved) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from muster.errors import UnreadableError
+from muster.reading.files import LONGEST_NAME
 from muster.reading.text import in_one_line, printable
 
 LONGEST = 1024  # characters of a name
@@ -24,6 +25,8 @@ def inside(folder: Path, name: object, told_by: object) -> Path:
     if len(name) > LONGEST:
         raise refuse(f"which is longer than {LONGEST} characters")
     parts = PurePosixPath(name).parts
+    if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in parts):
+        raise refuse(f"which is longer than {LONGEST_NAME} bytes")
     if name.startswith(("/", "~")) or ".." in parts or not parts:
         raise refuse(
             f"which is not inside {printable(str(folder))}; expected a name in that folder"

@@ -44,9 +44,11 @@ def _fits(value: Any, kind: Kind) -> bool:
             return isinstance(value, list) and all(isinstance(part, str) for part in value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    if kind == "number" and not math.isfinite(value):
-        return True
-    if not math.isfinite(value) or abs(value) > LARGEST:
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+    if not finite or abs(value) > LARGEST:
         return kind == "number"
     return kind in ("number", "finite") or (
         isinstance(value, int) and (kind == "whole" or value >= 0)

@@ -244,6 +244,10 @@ def _apply(config: DictConfig, overrides: Sequence[str]) -> None:
                 aliases.outrank(config, leaf, leaf_value, set(given))
         except OmegaConfBaseException as error:
             raise RecipeError(f"{key}: cannot be set: {_one_line(error)}") from None
+        except (ValueError, TypeError, LookupError, AttributeError):  # of OmegaConf, about a list
+            raise RecipeError(
+                f"{key}: cannot be set: it would be a part of a list or of a single value; give that as a whole"
+            ) from None
     length.replace_other(config, given)
     for name in (
         unused_by(str(given.get("training.optimizer", ""))) if "training.optimizer" in given else ()
@@ -294,6 +298,8 @@ def _validate(document: dict[str, Any], renamed: dict[str, str]) -> Recipe:
             if entry["type"] in ("extra_forbidden", "invalid_key"):
                 continue  # named by _unseen, with the nearest key
             key = _known(entry["loc"])
+            if key in problems:  # each part of a long list is an error of its own
+                continue
             if entry["type"] == "value_error" or not key:
                 message = entry["msg"].removeprefix("Value error, ")
             else:

@@ -61,6 +61,10 @@ def _refuse_secrets(key: str, value: str) -> None:
     if value.count("oc.env") != len(names):
         raise RecipeError(f"{in_one_line(key)}: name the variable itself, as in ${{oc.env:HOME}}")
     for name in names:
+        if name not in os.environ and re.search(rf"oc\.env:\s*['\"]?{name}['\"]?\s*\}}", value):
+            raise RecipeError(
+                f"{in_one_line(key)}: the environment variable {name} is not set; set it or give the value itself"
+            )
         if name in os.environ and not _may_be_told(name, os.environ[name]):
             raise RecipeError(
                 f"{in_one_line(key)}: ${{oc.env:{name}}} is not put into a recipe, which is written to disk and "

@@ -20,13 +20,14 @@ from muster.data.mixture import MixedSource
 from muster.data.text import tokenizers as tokens
 from muster.data.text.packing import PackedSample, PackedSource, document_starts
 from muster.data.text.tokenizers import Tokenizer
-from muster.errors import RecipeError
+from muster.errors import CheckpointError, RecipeError
 from muster.models.configs import DecoderConfig, RopeScaling
 from muster.models.decoder import INITIAL_STD, Decoder, Part, initial_std
 from muster.models.huggingface.generation import Generation, read_generation
 from muster.models.huggingface.transformers_config import TransformersConfig
 from muster.models.weights import FreshWeights, Weights
 from muster.reading.files import expanded
+from muster.reading.text import in_one_line
 from muster.recipe.schema import Recipe
 from muster.recipe.shape import check_length
 from muster.tasks.base import Counts, Score, Task
@@ -266,6 +267,26 @@ def _pretrained(recipe: Recipe) -> Path | None:
     return huggingface.locate(recipe.model.pretrained)
 
 
+def _check_numbers(saved: dict[str, Any]) -> None:
+    """What a dataclass takes as it comes would end the first step, or silently mean another number."""
+    for field in dataclasses.fields(DecoderConfig):
+        if field.name not in saved or (field.name == "window" and saved["window"] is None):
+            continue
+        value, kind = saved[field.name], str(field.type).partition(" ")[0]
+        if kind == "int":
+            fits = type(value) is int and value >= 0
+        elif kind == "float":
+            fits = type(value) in (int, float) and math.isfinite(value)
+        else:
+            fits = kind != "bool" or isinstance(value, bool)
+        if not fits:
+            expected = {"int": "a whole number", "float": "a number", "bool": "true or false"}[kind]
+            raise CheckpointError(
+                f"assets.json: config.{field.name} is {in_one_line(value, 60)}, expected {expected}; copy the "
+                "checkpoint again"
+            )
+
+
 def _config_from_json(
     saved: dict[str, Any], *, trust_remote_code: bool
 ) -> DecoderConfig | TransformersConfig:
@@ -278,4 +299,5 @@ def _config_from_json(
             )
         return TransformersConfig(**saved)
     scaling = saved["rope_scaling"]
+    _check_numbers(saved)
     return DecoderConfig(**{**saved, "rope_scaling": scaling and RopeScaling(*scaling)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -66,6 +67,21 @@ def _job(rng: Random, folder: Path, section: str) -> tuple[Any, str, dict[str, s
     return document, name, environment
 
 
+def _commands(script: str) -> Iterator[str]:
+    """Lines as bash has them; an export whose quoted value has several is one."""
+    begun = ""
+    for line in script.removesuffix("\n").split("\n"):
+        begun = f"{begun}\n{line}" if begun else line
+        try:
+            shlex.split(begun if begun.startswith("export ") else "")
+        except ValueError:  # a quotation is open
+            continue
+        yield begun
+        begun = ""
+    if begun:
+        yield begun
+
+
 def _render(how: Any, document: Any, name: str, environment: dict[str, str], folder: Path) -> Any:
     run_directory.check_name(name)
     job = ClusterJob(folder / name, load(document), 2, 4, True, environment)
@@ -83,8 +99,8 @@ def slurm_script(rng: Random, folder: Path) -> Case:
             r"#!/bin/bash|# Run [\w.-]+, written by .*|#SBATCH --.*|set -e|trap '' USR1 .*|export .*"
             r"|MASTER_ADDR=.*|exec .*|  srun .*|  \S+.*|module load cuda"
         )
-        for line in script.splitlines():
-            if not known.fullmatch(line):
+        for line in _commands(script):
+            if not known.fullmatch(line.replace("\n", " ") if line.startswith("export ") else line):
                 return f"the script has the line {line[:60]!r}"
             if line.startswith("export ") and "MASTER_" not in line:
                 words = shlex.split(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import struct
 import zlib
 from functools import cache
@@ -113,7 +114,7 @@ def parquet(rng: Random, folder: Path) -> Case:
     if rng.random() < 0.25:
         content = mutate.raw_bytes(rng, content)
     path = mutate.place(rng, folder / mutate.name(rng, "train.parquet"), content)
-    for _ in range(rng.random() < 0.1):
+    for _ in range(rng.random() < 0.1 and os.path.lexists(path)):
         saved = {"of": {}, "clips": [[3, None, "ab", 24]] * count}
         stat = path.lstat()
         saved["of"] = {

@@ -78,7 +78,12 @@ def decode(clip: Clip, sample_rate: int, limit: float | None = None) -> Samples:
         with _sound(clip) as file:
             rate = file.samplerate
             frames = -1 if limit is None else math.ceil(limit * rate)
-            samples = file.read(frames, dtype="float32", always_2d=True)
+            try:
+                samples = file.read(frames, dtype="float32", always_2d=True)
+            except MemoryError:  # a header may say anything
+                raise DataError(
+                    f"its header says {file.frames:,} frames, more than there is memory for"
+                ) from None
         mono = samples[:, 0] if samples.shape[1] == 1 else samples.mean(axis=1)
     if limit is not None:
         mono = mono[: math.ceil(limit * rate)]
@@ -113,12 +118,15 @@ def _sound(clip: bytes | memoryview | str | Path) -> Iterator[soundfile.SoundFil
         raise DataError(f"not readable as audio ({_reason(error)})") from None
 
 
-def _handle(clip: bytes | memoryview | str | Path) -> str | int:
+def _handle(clip: bytes | memoryview | str | Path) -> bytes | int:
     """A name, or the descriptor of a file in memory, which SoundFile closes."""
     if isinstance(clip, str | Path):
-        if Path(clip).exists() and not Path(clip).is_file():  # a pipe would be waited for
-            raise DataError("not readable as audio (it is not a file)")
-        return str(clip)
+        try:
+            if Path(clip).exists() and not Path(clip).is_file():  # a pipe would be waited for
+                raise DataError("not readable as audio (it is not a file)")
+            return os.fsencode(clip)  # SoundFile itself refuses names that are no UTF-8
+        except (OSError, UnicodeError):
+            raise DataError("not readable as audio (no file can have its name)") from None
     descriptor = os.memfd_create("clip")
     view = memoryview(clip)
     while view:

@@ -107,7 +107,7 @@ def _from_parts(folder: Path) -> Tokenizer:
     for token, i in vocab.items():
         if type(i) is not int or not 0 <= i < tokenizer_bounds.LARGEST_VOCABULARY:
             raise RecipeError(
-                f"{folder / 'vocab.json'}: {in_one_line(token)} has the id {in_one_line(i)}, expected a whole number "
+                f"{folder / 'vocab.json'}: {in_one_line(token)} has {_told(i)}, expected a whole number "
                 f"below {tokenizer_bounds.LARGEST_VOCABULARY:,}; copy it again"
             )
     merges = _merges(folder / "merges.txt")
@@ -118,6 +118,13 @@ def _from_parts(folder: Path) -> Tokenizer:
     count = rows - vocab.get(END, len(vocab)) - others if known else 99
     add_special(tokenizer, list(LANGUAGES)[: max(count, 0)])
     return tokenizer
+
+
+def _told(i: object) -> str:
+    """Of an id, which may be any text of the file's."""
+    return (
+        f"the id {i}" if type(i) is int and abs(i) < 2**64 else f"an id of type {type(i).__name__}"
+    )
 
 
 def _merges(file: Path) -> list[tuple[str, str]]:

@@ -137,6 +137,7 @@ class HuggingFace(Tokenizer):
     ) -> None:
         import tokenizers
 
+        self._where, self._kind = where, kind
         self._tokenizer = tokenizers.Tokenizer.from_str(document)
         tokenizer_bounds.check(self._tokenizer, where, kind)
         self._tokenizer.no_truncation()
@@ -193,7 +194,9 @@ class HuggingFace(Tokenizer):
         """The same tokenizer, which knows special tokens in a text."""
         from tokenizers import Tokenizer
 
-        return Tokenizer.from_str(self._tokenizer.to_str())
+        # Some that the library reads it writes as what it does not read, such as merges without their token.
+        with refused(self._where, kind=self._kind, problem="is no tokenizer"):
+            return Tokenizer.from_str(self._tokenizer.to_str())
 
     @property
     def end_text(self) -> str:

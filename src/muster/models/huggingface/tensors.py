@@ -18,6 +18,7 @@ from torch import Tensor
 from muster.errors import CheckpointError, MusterError, UnreadableError
 from muster.models.weights import Region
 from muster.reading import json_file
+from muster.reading.files import is_file
 from muster.reading.inside import inside
 from muster.reading.text import in_one_line
 
@@ -113,7 +114,7 @@ class TensorFolder:
         index = self.folder / INDEX
         if index.is_file():
             held = self._indexed(index)
-            absent = [f for f in sorted(set(held.values())) if not (self.folder / f).is_file()]
+            absent = [f for f in sorted(set(held.values())) if not is_file(self.folder / f)]
             if absent:
                 raise CheckpointError(
                     f"{self.folder} lacks {few(absent)}, which its {INDEX} names; copy them again"
