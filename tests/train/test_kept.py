@@ -194,7 +194,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an empty entry": (lambda m: {**m, "files": {"a": {}}}, "no size and checksum of a"),
     "a file elsewhere": (lambda m: {**m, "files": {"/etc/passwd": ENTRY}}, "is not inside"),
     "a file above": (lambda m: {**m, "files": {"../../x": ENTRY}}, "is not inside"),
-    "long name": (lambda m: {**m, "files": {"x" * 300: ENTRY}}, "x is missing"),
+    "long name": (lambda m: {**m, "files": {"x" * 300: ENTRY}}, "longer than 255 bytes"),
     "depth": (lambda m: {**m, "trainer": nested(500)}, "deep in each other"),
 }
 ENTRY = {"bytes": 1, "sha256": "0"}

@@ -132,8 +132,11 @@ def recipe_file(rng: Random, folder: Path) -> Case:
 @cache
 def resolved(name: str) -> Any:
     """Some name no data, or leave it to who uses them."""
-    nameless = shipped(name).get("data", {}).get("train") == "???"
-    given = ["data.train=train"] * (nameless or name == "speech-7m")
+    own = shipped(name)
+    given = ["data.train=train"] * (
+        own.get("data", {}).get("train") == "???" or name == "speech-7m"
+    )
+    given += ["model.pretrained=model"] * (own.get("model", {}).get("pretrained") == "???")
     return yaml.safe_load(to_yaml(load(name, given)))
 
 
