@@ -122,8 +122,7 @@ class ElasticSupervisor(Supervisor):
                 self._find_node_0()
         if self.is_master:
             self.run.check_owner()
-            # those who waited are here
-            (self.run.path / REGROUP_FILE).unlink(missing_ok=True)
+            (self.run.path / REGROUP_FILE).unlink(missing_ok=True)  # those who waited are here
         self.ranks = self.nodes.ranks
         if self.is_master:
             self._tell_world()

@@ -280,10 +280,8 @@ def resume(
     refuse_other_data(saved, data)
     trainer = checkpoints.load(saved, engine)
     known = known_rewinds(rewinds, trainer)
-    if (
-        known != rewinds and mesh.first
-    ):  # restored from a mirror, which has no files but checkpoints
-        write_rewinds(run.path, known)
+    if known != rewinds and mesh.first:
+        write_rewinds(run.path, known)  # a mirror has no files but checkpoints
     return checkpoints, Resumed(saved, passed_over, trainer, known)
 
 

@@ -140,9 +140,7 @@ class ChatTemplate:
         """Itself, if Jinja can read it."""
         try:
             _ = self._compiled
-        except (
-            Exception
-        ) as error:  # SyntaxError of Python too, where blocks lie too deep in each other
+        except Exception as error:  # SyntaxError too, where blocks lie too deep in each other
             raise RecipeError(
                 f"{where} is no Jinja template ({in_one_line(error, 300)}); correct it, or name another with "
                 "data.chat_template"
