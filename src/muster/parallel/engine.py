@@ -189,7 +189,7 @@ class TorchEngine:
             update_scales(self.parts)
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=self.graphs is None)
+        self.optimizer.zero_grad()
 
     def ready(self) -> DeviceTimestamp | None:
         """When this rank's last gradients were computed, under DDP."""

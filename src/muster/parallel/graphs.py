@@ -1,18 +1,19 @@
 """CUDA graphs: the kernels of a micro-batch, captured once per shape and then replayed.
 
 Launch overhead dominates small models: whisper-small is 2,500 kernels a step. A graph is replayed
-with one call. It reads its batch from static tensors and accumulates into static gradients; graphs
-share one memory pool, since only one runs at a time.
+with one call. It reads its batch from static tensors and writes its gradients to static ones; graphs
+share these and one memory pool, since only one runs at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from muster.data.loader import Batch
 from muster.errors import MusterError
@@ -40,13 +41,66 @@ class CapturedGraph:
         return self.loss.clone()
 
 
+class Gradients:
+    """What all graphs write their gradients to: the tensors that the first captured backward pass made, to
+    which later captures copy theirs. A replay overwrites them, so those of a micro-batch before are copied."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.static: dict[nn.Parameter, Tensor] = {}
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A backward pass in here makes new gradients."""
+        before = [p.grad for p in self.parameters]
+        self._set(None for _ in before)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def keep(self) -> None:
+        """At the end of a capture."""
+        made = {p: p.grad for p in self.parameters if p.grad is not None}
+        if not self.static:
+            self.static = made
+        if made.keys() != self.static.keys():
+            raise RuntimeError("other parameters take part than in the batch before")
+        if made is not self.static:
+            torch._foreach_copy_(list(self.static.values()), [made[p] for p in self.static])
+
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """A replay in here adds to the gradients that there are."""
+        found = {p: p.grad for p in self.static if p.grad is not None}
+        before = {p: self._aside(p, g) for p, g in found.items()}
+        yield
+        for p, gradient in self.static.items():
+            p.grad = before.get(p, gradient)
+        if before:
+            torch._foreach_add_(list(before.values()), [self.static[p] for p in before])
+
+    def _aside(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        return gradient.clone() if gradient is self.static[parameter] else gradient
+
+    def _set(self, gradients: Iterable[Tensor | None]) -> None:
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            p.grad = gradient
+
+
 class Graphs:
     """A shape runs eagerly the first time, which is its warm-up, is captured the second time and replayed
     from then on. Where a capture fails, `failed` is told why, and shapes go on eagerly; without it, the
-    error is raised."""
+    error is raised. Gradients add to those that `parameters` have, as in a backward pass."""
 
-    def __init__(self, device: torch.device, failed: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        parameters: Iterable[nn.Parameter],
+        failed: Callable[[str], None] | None = None,
+    ) -> None:
         self.device, self.failed = device, failed
+        self.gradients = Gradients([p for p in parameters if p.requires_grad])
         self.stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self.pool = torch.cuda.graph_pool_handle()
         self.seen: set[object] = set()
@@ -68,9 +122,10 @@ class Graphs:
         if shape in self.seen and shape not in self.captured and not self.closed:
             self._capture(compute, batch, scale, shape)
         self.seen.add(shape)
-        if shape in self.captured:
+        if shape not in self.captured:
+            return compute(batch, scale)
+        with self.gradients.adding():
             return self.captured[shape].replay(batch, scale)
-        return compute(batch, scale)
 
     def _capture(self, compute: Compute, batch: Batch, scale: Tensor, shape: object) -> None:
         try:
@@ -98,8 +153,12 @@ class Graphs:
         scale, graph = scale.clone(), torch.cuda.CUDAGraph()
         try:
             # Data loader threads may pin memory during the capture: only this thread is checked.
-            with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
+            with (
+                self.gradients.capturing(),
+                torch.cuda.graph(graph, self.pool, self.stream, "thread_local"),
+            ):
                 loss = compute(batch, scale)
+                self.gradients.keep()
         except torch.OutOfMemoryError as error:
             raise MusterError(
                 "training.cuda_graphs: out of memory during capture: graphs have a memory pool of "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -135,7 +135,11 @@ def _choose_graphs(job: Job, engine: TorchEngine) -> None:
     job.choices["cuda_graphs"] = chosen
     if chosen.used:
         failed = partial(_note_failed_capture, job) if chosen.optional else None
-        engine.replay(Graphs(job.mesh.device, failed))
+        engine.replay(_graphs(job, engine, failed))
+
+
+def _graphs(job: Job, engine: TorchEngine, failed: Callable[[str], None] | None) -> Graphs:
+    return Graphs(job.mesh.device, engine.parts[0].parameters(), failed)
 
 
 def _no_trial(job: Job) -> str | None:
@@ -158,7 +162,7 @@ def _try_graphs(job: Job, engine: TorchEngine) -> AutoChoice:
         problems: list[str] = []
         try:
             plain = _seconds(job, batches)
-            engine.graphs = Graphs(job.mesh.device, problems.append)
+            engine.graphs = _graphs(job, engine, problems.append)
             replayed = _seconds(job, batches)
             break
         except Exception as error:
