@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from muster.models import varlen
 from muster.models.configs import DecoderConfig
+from muster.models.norm import RMSNorm
 from muster.models.varlen import Documents
 
 
@@ -57,13 +58,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, dim=-1)
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-
-class RMSNorm(nn.RMSNorm):
-    """With the weight in the input's type: torch's fused kernel takes no other, and autocast leaves it alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):

@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from muster.models.attention import Attention, Cache, RMSNorm, Rotary, rotations
+from muster.models.attention import Attention, Cache, Rotary, rotations
 from muster.models.configs import DecoderConfig
 from muster.models.gpu_kernels import for_gpu, residual_stream
+from muster.models.norm import LayerNorm, RMSNorm
 from muster.models.plan import ParallelPlan, Split
 from muster.models.varlen import Documents, documents_of
 
@@ -60,7 +61,7 @@ class FeedForward(nn.Module):
 def make_norm(config: DecoderConfig) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.width, eps=config.eps)
-    return nn.LayerNorm(config.width, eps=config.eps)
+    return LayerNorm(config.width, eps=config.eps)
 
 
 class DecoderBlock(nn.Module):
@@ -207,7 +208,7 @@ class Decoder(nn.Module):
             tied="embed.tokens.weight" if config.tied else None,
             cast_weights=True,
             float8=("blocks.*.attention.*", "blocks.*.feed_forward.*"),
-            compiled=("head",),
+            compiled=("norm", "head"),
             context=True,
         )
 

@@ -1,4 +1,4 @@
-"""Normalisations of [batch, time, channels] that know which frames are real, and one of images."""
+"""Normalisations: of residual streams, of [batch, time, channels] that know which frames are real, and of images."""
 
 from __future__ import annotations
 
@@ -15,6 +15,20 @@ from muster.models.configs import NormKind
 def valid_frames(lengths: Tensor, time: int) -> Tensor:
     """[batch] → [batch, time], True where a frame is the clip's own."""
     return torch.arange(time, device=lengths.device) < lengths[:, None]
+
+
+class RMSNorm(nn.RMSNorm):
+    """With the weight in the input's type: torch's fused kernel takes no other, and autocast leaves it alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """In float32 under autocast, and back in the input's type, to which the layers that read it would round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)
 
 
 class FrameLayerNorm(nn.LayerNorm):

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
+
 from muster.auto import AutoChoice
 from muster.data.loader import Batch, Loader
 from muster.observe.heartbeat import beat
@@ -97,5 +99,22 @@ class Job:
     def _prepare(self, batch: Batch) -> Batch:
         beat("forward and backward")
         self.current_ids = batch.ids
-        prepared = self.task.prepare(batch.to(self.mesh.device))
+        prepared = self.task.prepare(self._moved(batch))
         return share(prepared, self.mesh.layout, self.mesh.rank)
+
+    def _moved(self, batch: Batch) -> Batch:
+        """On the device. A GPU copies while it computes what was launched before."""
+        device = self.mesh.device
+        if device.type != "cuda":
+            return batch.to(device)
+        with torch.cuda.stream(self._copies):
+            moved = batch.to(device)
+        now = torch.cuda.current_stream(device)
+        now.wait_stream(self._copies)
+        for tensor in moved.tensors.values():
+            tensor.record_stream(now)
+        return moved
+
+    @cached_property
+    def _copies(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.mesh.device)

@@ -16,6 +16,7 @@ from muster.models.attention import Cache
 from muster.models.configs import WhisperConfig
 from muster.models.decoder import Part, TiedHead
 from muster.models.gpu_kernels import residual_stream
+from muster.models.norm import LayerNorm
 from muster.models.plan import ParallelPlan
 from muster.models.weights import FreshWeights, Region
 from muster.models.whisper.plan import parallel_plan
@@ -77,10 +78,10 @@ class WhisperEncoderLayer(nn.Module):
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
         self.self_attn = WhisperAttention(config.width, config.encoder_heads)
-        self.self_attn_layer_norm = nn.LayerNorm(config.width)
+        self.self_attn_layer_norm = LayerNorm(config.width)
         self.fc1 = nn.Linear(config.width, config.encoder_hidden)
         self.fc2 = nn.Linear(config.encoder_hidden, config.width)
-        self.final_layer_norm = nn.LayerNorm(config.width)
+        self.final_layer_norm = LayerNorm(config.width)
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,12 +97,12 @@ class WhisperDecoderLayer(nn.Module):
     def __init__(self, config: WhisperConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = WhisperAttention(config.width, config.decoder_heads, layer)
-        self.self_attn_layer_norm = nn.LayerNorm(config.width)
+        self.self_attn_layer_norm = LayerNorm(config.width)
         self.encoder_attn = WhisperAttention(config.width, config.decoder_heads, layer)
-        self.encoder_attn_layer_norm = nn.LayerNorm(config.width)
+        self.encoder_attn_layer_norm = LayerNorm(config.width)
         self.fc1 = nn.Linear(config.width, config.decoder_hidden)
         self.fc2 = nn.Linear(config.decoder_hidden, config.width)
-        self.final_layer_norm = nn.LayerNorm(config.width)
+        self.final_layer_norm = LayerNorm(config.width)
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
@@ -115,8 +116,14 @@ class WhisperDecoderLayer(nn.Module):
 
 
 class ConvGELU(nn.Conv1d):
+    """Of `[batch, time, channels]`, over three steps of time, as one product: a GPU's convolutions would first
+    bring all states into another layout, and back. An even time with a stride of 2."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(super().forward(x))
+        time, (stride,) = x.shape[1], self.stride
+        padded = F.pad(x, (0, 0, 1, 1))
+        windows = torch.cat([padded[:, i : i + time : stride] for i in range(3)], dim=-1)
+        return F.gelu(F.linear(windows, self.weight.transpose(1, 2).flatten(1), self.bias))
 
 
 class WhisperEncoder(nn.Module):
@@ -134,7 +141,7 @@ class WhisperEncoder(nn.Module):
             self.embed_positions.requires_grad_(False)
         layers = range(part.start, part.stop)
         self.layers = nn.ModuleDict({str(i): WhisperEncoderLayer(config) for i in layers})
-        self.layer_norm = nn.LayerNorm(config.width) if part.last else None
+        self.layer_norm = LayerNorm(config.width) if part.last else None
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,8 +154,7 @@ class WhisperEncoder(nn.Module):
         frames, most = features.shape[1], 2 * self.embed_positions.num_embeddings
         if frames % 2 or not 0 < frames <= most:
             raise ValueError(f"{frames} frames; Whisper takes an even number of at most {most}")
-        x = self.conv2(self.conv1(features.transpose(1, 2))).transpose(1, 2)
-        x = x.contiguous()  # every layer's states have the layout of the first; norms read rows
+        x = self.conv2(self.conv1(features))
         x = x + self.embed_positions(torch.arange(frames // 2, device=x.device))
         return drop(self, x)
 
@@ -167,7 +173,7 @@ class WhisperDecoder(nn.Module):
             self.embed_positions = nn.Embedding(config.target_positions, config.width)
         layers = range(part.start, part.stop)
         self.layers = nn.ModuleDict({str(i): WhisperDecoderLayer(config, i) for i in layers})
-        self.layer_norm = nn.LayerNorm(config.width) if part.last else None
+        self.layer_norm = LayerNorm(config.width) if part.last else None
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, encoded: Tensor, cache: WhisperCache | None = None) -> Tensor:
@@ -253,7 +259,7 @@ class WhisperPart(nn.Module):
         Without `tokens` [batch, time] only the encoder's layers run, given `encoded` only the
         decoder's. Returns logits in the last stage."""
         if self.encodes and encoded is None:
-            x = self.model["encoder"](x).contiguous()  # the convolutions leave it transposed
+            x = self.model["encoder"](x)
         if not self.decodes or tokens is None:
             return x
         if encoded is None:

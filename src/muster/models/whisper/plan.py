@@ -22,7 +22,10 @@ def parallel_plan(config: WhisperConfig) -> ParallelPlan:
     heads = math.gcd(config.encoder_heads, config.decoder_heads)
     return ParallelPlan(
         blocks=("WhisperEncoderLayer", "WhisperDecoderLayer"),
-        compiled=("model.encoder.conv1", "model.encoder.conv2", "proj_out"),
+        compiled=(
+            *("model.encoder.conv1", "model.encoder.conv2", "model.encoder.layer_norm"),
+            *("model.decoder.layer_norm", "proj_out"),
+        ),
         tensor=_tensor_plan(),
         costs=_costs(config),
         embeds=config.encoder_layers,
