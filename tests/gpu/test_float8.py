@@ -64,16 +64,17 @@ def test_one_gpu_learns_as_in_bf16(ranks, tmp_path, record_property):
 
 def test_two_ranks_gather_float8_and_their_run_goes_on_in_bf16(ranks, tmp_path, record_property):
     """Under FSDP: half of the steps, a checkpoint, and the other half in the other precision."""
-    fsdp = ["distributed.strategy=fsdp", "training.schedule=constant"]
-    expected, _ = ranks(2)(course, str(tmp_path / "bf16"), "gpt2", [*fsdp, BF16])[0]
+    fsdp = ["distributed.strategy=fsdp", "training.schedule=constant", "model.shape.layers=2"]
+    expected, _ = ranks(2)(course, str(tmp_path / "bf16"), "llama-1b", [*fsdp, BF16])[0]
     half = f"training.steps={STEPS // 2}"
-    losses, kinds = ranks(2)(course, str(tmp_path / "fp8"), "gpt2", [*fsdp, FP8, half])[0]
+    losses, kinds = ranks(2)(course, str(tmp_path / "fp8"), "llama-1b", [*fsdp, FP8, half])[0]
     assert "Float8TrainingTensor" in kinds
     assert len(losses) == STEPS // 2
-    losses, kinds = ranks(2)(course, str(tmp_path / "fp8"), "gpt2", [*fsdp, BF16])[0]
+    losses, kinds = ranks(2)(course, str(tmp_path / "fp8"), "llama-1b", [*fsdp, BF16])[0]
     assert "Float8TrainingTensor" not in kinds
     farthest = max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True))
     record_property(
-        "row", f"| gpt2 | fsdp 2 | {losses[-1]:.3f} | {expected[-1]:.3f} | {farthest:.4f}"
+        "row",
+        f"| llama-1b, 2 layers | fsdp 2 | {losses[-1]:.3f} | {expected[-1]:.3f} | {farthest:.4f}",
     )
     assert_near(losses, expected)

@@ -43,22 +43,23 @@ def decoder(preset: str, **fields: Any) -> Decoder:
         return Decoder(configure(preset, layers=1, **fields))  # type: ignore[arg-type]
 
 
-def chosen(model: nn.Module, shards: int) -> tuple[set[str], str]:
-    names, scaling = float8.choose(model, model.plan, shards)  # type: ignore[arg-type]
-    return {name.removeprefix("blocks.0.") for name in names}, scaling
+def chosen(model: nn.Module, shards: int = 1) -> tuple[set[str], bool]:
+    names, gathers = float8.choose(model, model.plan, shards)  # type: ignore[arg-type]
+    return {name.removeprefix("blocks.0.") for name in names}, gathers
 
 
 def test_large_matrices_of_the_blocks_are_converted_and_no_others():
     """k and v of 4 heads are small; the head, of 32000 × 2048, is no layer of a block."""
-    feed_forward = {"feed_forward.gate", "feed_forward.up"}
+    feed_forward = {"feed_forward.gate", "feed_forward.up", "feed_forward.down"}
+    attention = {"attention.q", "attention.o"}
     model = decoder("llama-1b")
-    assert chosen(model, shards=1) == (feed_forward, "rowwise")
-    attention = {"attention.q", "attention.o", "feed_forward.down"}
-    assert chosen(model, shards=8) == (feed_forward | attention, "tensorwise")
-    assert chosen(model, shards=3) == (feed_forward, "rowwise")  # 5632 rows are no multiple
-    assert chosen(decoder("llama-1b", hidden=5640), shards=8)[0] == attention - {
-        "feed_forward.down"
-    }
+    assert chosen(model) == (feed_forward | attention, False)
+    assert chosen(model, shards=8) == (feed_forward | attention, True)
+    assert chosen(model, shards=3) == (feed_forward | attention, False)  # 2048 rows are no multiple
+    assert chosen(decoder("llama-1b", hidden=5640), shards=8) == (
+        attention,
+        True,
+    )  # nor is 5640 of 16
 
 
 def test_adapters_stay_as_they_are():
@@ -69,19 +70,19 @@ def test_adapters_stay_as_they_are():
         adapter = nn.ModuleDict({"default": nn.Linear(2048, 8192, bias=False)})
     parts = {"base_layer": feed_forward.up, "lora_A": adapter}
     feed_forward.up = nn.ModuleDict(parts)  # type: ignore[assignment]
-    names, _ = chosen(model, shards=1)
-    assert names == {"feed_forward.gate", "feed_forward.up.base_layer"}
+    names, _ = chosen(model)
+    assert {name for name in names if ".up" in name} == {"feed_forward.up.base_layer"}
 
 
 def test_a_model_that_cannot_gain_is_refused():
     with pytest.raises(
         RecipeError, match=r"training\.precision: fp8 would convert no layer .*bf16"
     ):
-        chosen(decoder("gpt2"), shards=1)
+        chosen(decoder("gpt2"))
     with torch.device("meta"):
         whisper = Whisper(configure("whisper-large-v3", encoder_layers=1, decoder_layers=1))  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"training\.precision: fp8 is for causal-lm: .*Whisper"):
-        chosen(whisper, shards=1)
+        chosen(whisper)
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,7 @@ def apply(
             part.to(mesh.device)
         if float8 != "none":
             shards = layout.shards if sharded and resting == mesh.device else 1
-            scaling = convert(part, plan, shards, emulate=float8 == "emulated")
-            gathers_float8 = scaling == "tensorwise"
+            gathers_float8 = convert(part, plan, shards, emulate=float8 == "emulated")
         if layout.tensor > 1:
             assert mesh.axes is not None
             tensor.split(part, mesh.axes["tensor"], plan, options.tensor_options, stage=stage)

@@ -1,8 +1,8 @@
 """`training.precision: fp8`: bfloat16, with float8 products in the large linear layers, by torchao.
 
-Weights keep their names and their float32 values. Each product rounds its two factors to float8, with
-scales found from their largest values: one for every row; under FSDP one for every tensor, so that
-weights are rounded before they are gathered, which halves the traffic once more.
+Weights keep their names and their float32 values. Each product rounds its two factors to float8, each with
+one scale, found from its largest value. Under FSDP weights are rounded before they are gathered, which halves
+the traffic once more.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from muster.models.plan import ParallelPlan
 log = logging.getLogger(__name__)
 
 Float8 = Literal["none", "device", "emulated"]  # products of a model's linear layers in float8
-Scaling = Literal["rowwise", "tensorwise"]
 
 MULTIPLE = 16  # of both sides of a matrix, and of the rows of its input
+SMALLEST = 1536  # side of a matrix whose products gain more than rounding its factors takes
 BASE = ".base_layer"  # what peft appends to the name of a layer with adapters
 
 
@@ -49,10 +49,10 @@ def refuse_device(device: torch.device) -> None:
 
 def choose(
     model: nn.Module, plan: ParallelPlan, shards: int, *, any_size: bool = False
-) -> tuple[list[str], Scaling]:
-    """Names of the layers to convert: those that the plan names, if float8 pays at their size; and their
-    scaling. `shards`: of the weights that FSDP gathers on the device; FSDP cannot gather float8 weights
-    from shards of unequal size."""
+) -> tuple[list[str], bool]:
+    """Names of the layers to convert: those that the plan names, if float8 pays at their size; and whether
+    FSDP gathers their weights as float8. `shards`: of the weights that FSDP gathers on the device; float8
+    weights cannot be gathered from shards of unequal size."""
     if not plan.float8:
         raise RecipeError(
             f"training.precision: fp8 is for causal-lm: which layers of a {type(model).__name__} could be "
@@ -63,17 +63,18 @@ def choose(
         for name, module in model.named_modules()
         if type(module) is nn.Linear and _named(name.removesuffix(BASE), plan.float8)
     }
-    shapes = {k: v for k, v in shapes.items() if not any(side % MULTIPLE for side in v)}
-    gathered = [k for k, v in shapes.items() if any_size or pays(*v, "tensorwise")]
-    if shards > 1 and gathered and not any(shapes[name][0] % shards for name in gathered):
-        return gathered, "tensorwise"
-    found = [k for k, v in shapes.items() if any_size or pays(*v, "rowwise")]
-    if not found:
+    smallest = MULTIPLE if any_size else SMALLEST
+    shapes = {
+        name: sides
+        for name, sides in shapes.items()
+        if min(sides) >= smallest and not any(side % MULTIPLE for side in sides)
+    }
+    if not shapes:
         raise RecipeError(
             "training.precision: fp8 would convert no layer of this model: float8 products pay in matrices "
-            "of a few thousand rows and columns, multiples of 16, and it has none; use bf16"
+            f"of {SMALLEST} rows and columns or more, multiples of {MULTIPLE}, and it has none; use bf16"
         )
-    return found, "rowwise"
+    return list(shapes), shards > 1 and not any(rows % shards for rows, _ in shapes.values())
 
 
 def _named(name: str, patterns: Sequence[str]) -> bool:
@@ -87,27 +88,20 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
     )
 
 
-def pays(outputs: int, inputs: int, scaling: Scaling) -> bool:
-    """The limits that torchao's authors measured on H100s, forward and backward together."""
-    if scaling == "tensorwise":
-        return outputs > 1024 or inputs > 4096
-    return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
-
-
-def convert(model: nn.Module, plan: ParallelPlan, shards: int, *, emulate: bool) -> Scaling:
-    """In place, before compilation and sharding. `emulate`: on any device and in layers of any size, by
-    float32 products of rounded values."""
+def convert(model: nn.Module, plan: ParallelPlan, shards: int, *, emulate: bool) -> bool:
+    """In place, before compilation and sharding; see `choose`. Returns whether FSDP gathers float8.
+    `emulate`: on any device and in layers of any size, by float32 products of rounded values."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    names, scaling = choose(model, plan, shards, any_size=emulate)
+    names, gathers = choose(model, plan, shards, any_size=emulate)
     config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(scaling),
-        enable_fsdp_float8_all_gather=scaling == "tensorwise",
+        Float8LinearConfig.from_recipe_name("tensorwise"),
+        enable_fsdp_float8_all_gather=gathers,
         emulate=emulate,
     )
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
-    log.info("float8 products in %d layers, %s scales", len(names), scaling)
-    return scaling
+    log.info("float8 products in %d layers", len(names))
+    return gathers
 
 
 def update_scales(parts: Sequence[nn.Module]) -> None:
