@@ -259,12 +259,6 @@ class _ProfileRecorder:
     compiler: Compiler
 
     def record(self, depths: Depths, rows: int) -> Trace:
-        """Again if something was compiled, since tracing keeps tensors alive that later calls do not."""
-        known = len(self.compiler.cache)
-        trace = self._record_once(depths, rows)
-        return trace if len(self.compiler.cache) == known else self._record_once(depths, rows)
-
-    def _record_once(self, depths: Depths, rows: int) -> Trace:
         plan, mode = self.subject.plan, self.mode
         model = copy.deepcopy(self.subject.shallow)
         truncate(model, plan, depths)
