@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.hardware import catalogue
 from muster.parallel.blocks import checkpoint_activations
-from muster.planner import profile
 from muster.planner.compiled import Compiler, Summary, _allocate_outputs
 from muster.planner.fake_cuda import fake_cuda
 from muster.planner.kernels import Speeds, host_seconds
-from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, record
+from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, ProfileRecorder, record
 from muster.planner.subject import blocks_of
 from muster.planner.trace import Recorder, Trace
 from plan.subjects import GPT, LLAMA, subject
@@ -47,8 +46,7 @@ def whole(thing, mode: ExecutionMode, rows: int):
     deep = replace(thing)
     with torch.device("meta"):
         vars(deep)["shallow"] = thing.task.build_model()  # the cached property
-    recorder = profile._ProfileRecorder(deep, mode, True, profile.SplitAxes(), None, Compiler())
-    return recorder.record(depths_of(thing), rows)
+    return ProfileRecorder(deep, mode).record(depths_of(thing), rows)
 
 
 # Each pair with --full.
@@ -177,6 +175,13 @@ def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
             sum(n * speeds.seconds(cost) for cost, _, n in load.ops) for load in (told, real)
         ]
         assert 0.8 * running[1] < running[0] <= 1.02 * running[1]
+
+
+def test_checkpointing_nothing_takes_no_longer():
+    """A model without blocks, which is not compiled either."""
+    thing = subject("mnist")
+    plain = record(thing, ExecutionMode("bf16")).workload(depths_of(thing), 8)
+    assert plain.with_recomputation("full").ops == plain.ops
 
 
 @pytest.mark.parametrize(

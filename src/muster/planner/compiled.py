@@ -27,6 +27,7 @@ from muster.torch_internals import (
     _disable_current_modes,
     _reparametrize_module,
     detect_fake_mode,
+    import_pattern_matcher,
     tree_flatten,
     tree_unflatten,
 )
@@ -41,6 +42,16 @@ EXTERN = (
     "fft",
     "max_pool",
 )
+
+
+def import_compiler() -> None:
+    """Takes seconds."""
+    import_pattern_matcher()
+    from muster.torch_internals import (  # noqa: F401
+        aot_function,
+        min_cut_rematerialization_partition,
+        select_decomp_table,
+    )
 
 
 @dataclass
@@ -106,35 +117,26 @@ class Compiler:
     ) -> Callable[..., Any]:
         """For tensors `like` these. AOTAutograd compiles at the first call and keeps what it was called
         with: that is a call with other tensors, which nobody records."""
-        from muster.torch_internals import (  # takes seconds
+        import_compiler()
+        from muster.torch_internals import (
             _use_lazy_graph_module,
             aot_function,
-            import_pattern_matcher,
             select_decomp_table,
         )
 
-        import_pattern_matcher()
         compiled = aot_function(
             function,
             self._kernels,  # type: ignore[arg-type]
             self._kernels,  # type: ignore[arg-type]
             partial(_partition, checkpointing),
             select_decomp_table(),
+            enable_log=False,
         )
         recorder, self.recorder = self.recorder, Recorder()
         mode = detect_fake_mode(like)
         with _disable_current_modes(), mode or nullcontext(), _use_lazy_graph_module(True):
-            copies = {
-                id(t): torch.empty_strided(
-                    t.shape,
-                    t.stride(),
-                    dtype=t.dtype,
-                    device=t.device,
-                    requires_grad=t.requires_grad,
-                )
-                for t in like
-            }
-            compiled(*(copies[id(t)] for t in like))
+            copies = {id(tensor): _empty_like(tensor) for tensor in like}
+            compiled(*(copies[id(tensor)] for tensor in like))
         self.recorder = recorder
         return compiled
 
@@ -161,6 +163,16 @@ class Compiler:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+    )
 
 
 def _partition(
