@@ -117,7 +117,7 @@ class _Search:
             fastest = math.inf  # of this layout
             fitting: set[Choice] = set()
             for choice in self._allowed(layout, offload):
-                if replace(choice, checkpointing="none") in fitting:
+                if _fits_without(choice, fitting):
                     continue  # recomputation saves no time
                 if self._least_time(choice) >= fastest:
                     continue
@@ -339,6 +339,11 @@ class _Search:
                 yield replace(
                     choice, rows=rows, microbatches=microbatches, accumulation=sizes.accumulation
                 )
+
+
+def _fits_without(choice: Choice, fitting: set[Choice]) -> bool:
+    """Whether it fits without activation checkpointing."""
+    return replace(choice, checkpointing="none") in fitting
 
 
 def rank(plans: list[Plan]) -> list[Plan]:
