@@ -21,6 +21,7 @@ HOMES = {
     "_get_dispatch_mode": "torch._C",
     "_TorchDispatchModeKey": "torch._C",
     "_current_graph_task_id": "torch._C",
+    "detect_fake_mode": "torch._guards",
     "tree_flatten": "torch.utils._pytree",
     "tree_leaves": "torch.utils._pytree",
     "tree_map": "torch.utils._pytree",
@@ -28,6 +29,7 @@ HOMES = {
     # what torch.compile would make of a block, and when it compiles
     "callback_handler": "torch._dynamo.callback",
     "_reparametrize_module": "torch.nn.utils.stateless",
+    "_use_lazy_graph_module": "torch.fx._lazy_graph_module",
     "aot_function": "torch._functorch.aot_autograd",
     "min_cut_rematerialization_partition": "torch._functorch.partitioners",
     "select_decomp_table": "torch._inductor.decomposition",

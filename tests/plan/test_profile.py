@@ -13,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.hardware import catalogue
 from muster.parallel.blocks import checkpoint_activations
-from muster.planner import profile
 from muster.planner.compiled import Compiler, Summary, _allocate_outputs
 from muster.planner.fake_cuda import fake_cuda
 from muster.planner.kernels import Speeds, host_seconds
-from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, record
+from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, ProfileRecorder, record
 from muster.planner.subject import blocks_of
 from muster.planner.trace import Recorder, Trace
 from plan.subjects import GPT, LLAMA, subject
@@ -47,8 +46,7 @@ def whole(thing, mode: ExecutionMode, rows: int):
     deep = replace(thing)
     with torch.device("meta"):
         vars(deep)["shallow"] = thing.task.build_model()  # the cached property
-    recorder = profile._ProfileRecorder(deep, mode, True, profile.SplitAxes(), None, Compiler())
-    return recorder.record(depths_of(thing), rows)
+    return ProfileRecorder(deep, mode).record(depths_of(thing), rows)
 
 
 # Each pair with --full.
@@ -179,6 +177,13 @@ def test_a_plain_recording_tells_what_checkpointing_takes_at_least(compiled):
         assert 0.8 * running[1] < running[0] <= 1.02 * running[1]
 
 
+def test_checkpointing_nothing_takes_no_longer():
+    """A model without blocks, which is not compiled either."""
+    thing = subject("mnist")
+    plain = record(thing, ExecutionMode("bf16")).workload(depths_of(thing), 8)
+    assert plain.with_recomputation("full").ops == plain.ops
+
+
 @pytest.mark.parametrize(
     "checkpointing",
     ["selective", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("none", "full"))],
@@ -190,6 +195,14 @@ def test_a_compiled_block_saves_what_torch_compile_does(checkpointing):
     checkpoint_activations(list(real), checkpointing)
     real[0].compile(backend="aot_eager_decomp_partition")
     assert saved_bytes(told) == saved_bytes(real) > 0
+
+
+def test_what_compiling_keeps_is_not_recorded():
+    """The first recording with a compiler, which compiles, is that of a later one."""
+    thing, mode = subject(*GPT), ExecutionMode("bf16", compiled=True)
+    compiler = Compiler()
+    first, later = (record(thing, mode, compiler=compiler) for _ in range(2))
+    assert first == later
 
 
 def test_what_is_pointwise_is_computed_in_the_kernel_that_reads_it():
@@ -226,6 +239,7 @@ def saved_bytes(model: nn.Sequential) -> int:
         return tensor
 
     x = torch.randn(2, 64, model[0].attention_norm.weight.numel(), requires_grad=True)
+    model(x)  # compiles it
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(x)
     return sum(seen.values())

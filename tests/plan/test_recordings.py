@@ -10,12 +10,11 @@ from collections import Counter
 import pytest
 
 from muster.hardware import catalogue
-from muster.planner import planner as planning
 from muster.planner import recordings
 from muster.planner.messages import Message
 from muster.planner.op_cost import OpCost
 from muster.planner.planner import Planner
-from muster.planner.profile import KEPT, ExecutionMode, Profile
+from muster.planner.profile import KEPT, ExecutionMode, Profile, ProfileRecorder
 from muster.planner.recordings import Recordings, digest_of, recording_key
 from muster.planner.search import search
 from muster.planner.time import Cluster
@@ -58,14 +57,19 @@ def test_a_plan_from_the_cache_is_the_same_and_records_nothing(tmp_path, monkeyp
     """And a model that waits for Python is recorded once, without checkpointing."""
     cluster, cached = Cluster(catalogue.find("h100"), 1, 8), Recordings(tmp_path)
     made = []
-    real = planning.record
-    monkeypatch.setattr(planning, "record", lambda *a, **k: made.append(a[1]) or real(*a, **k))
+    real = ProfileRecorder.profile
+
+    def noted(self):
+        made.append(self.mode)
+        return real(self)
+
+    monkeypatch.setattr(ProfileRecorder, "profile", noted)
     found = [search(Planner(subject(*GPT), cluster, "bf16", recordings=cached)) for _ in range(2)]
     assert [mode.checkpointing for mode in made] == ["none"]
     assert found[0] == found[1]
     monkeypatch.setattr(recordings, "_sources_digest", lambda: "other sources")
     again = Planner(subject(*GPT), cluster, "bf16", recordings=cached)
-    monkeypatch.setattr(planning, "record", lambda *a, **k: pytest.fail("recorded again"))
+    monkeypatch.setattr(ProfileRecorder, "profile", lambda _: pytest.fail("recorded again"))
     with pytest.raises(pytest.fail.Exception, match="recorded again"):
         again._profile(ExecutionMode("bf16"), True)
 

@@ -10,6 +10,7 @@ import pytest
 from muster.errors import RecipeError
 from muster.parallel.layout import Layout, layout_for
 from muster.planner import report
+from muster.planner import search as searching
 from muster.planner.find_recipe import find_recipe
 from muster.planner.memory import GIB, MARGIN
 from muster.planner.search import CHECKPOINTING_MODES, TIE, _Search, rank, search
@@ -80,6 +81,7 @@ def test_what_is_not_evaluated_would_not_have_won(gpus, monkeypatch):
     quick = [search(each) for each in plans]
     monkeypatch.setattr(_Search, "_least_time", lambda *_: 0.0)
     monkeypatch.setattr(_Search, "_possible_saving", lambda *_: None)
+    monkeypatch.setattr(searching, "_fits_without", lambda *_: False)
     whole = [search(each) for each in plans]
     for found, expected in zip(quick, whole, strict=True):
         assert found.best == expected.best
@@ -93,6 +95,12 @@ def test_what_is_not_evaluated_would_not_have_won(gpus, monkeypatch):
             for choice in bound._choices(layout, False):
                 assert bound._least_time(choice) <= nodes.evaluate(choice).duration.total
     assert sum(len(found.plans) for found in quick) < sum(len(found.plans) for found in whole)
+
+
+def test_what_fits_is_not_planned_with_checkpointing(monkeypatch):
+    monkeypatch.setattr(_Search, "_least_time", lambda *_: 0.0)
+    choices = {plan.choice for plan in search(planner(subject(*GPT))).plans}
+    assert {choice.checkpointing for choice in choices} == {"none"}
 
 
 def test_ties_go_to_the_simpler():

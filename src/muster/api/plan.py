@@ -85,8 +85,10 @@ def make_plan(
     network: float | None = None,
     simulate: bool = False,
     working: Working = _silent,
+    forks: bool = False,
 ) -> Planned:
-    """The plan, as `plan` gives it, and what it was made from. `working` shows what takes its time."""
+    """The plan, as `plan` gives it, and what it was made from. `working` shows what takes its time; `forks`:
+    this process may be forked, to use two cores."""
     from muster.planner.find_recipe import find_recipe
 
     device, count = _devices(gpu, gpus, network)
@@ -105,6 +107,7 @@ def make_plan(
         from muster.planner.planner import Planner
         from muster.planner.recordings import Recordings
         from muster.planner.search import search
+        from muster.planner.second_process import SecondProcess
         from muster.planner.time import Cluster
 
         with _own_task_refused(resolved):
@@ -112,6 +115,8 @@ def make_plan(
             planner = Planner(
                 subject, cluster, precision, measure_loading=gpu is None, recordings=Recordings()
             )
+            if forks:
+                planner.second = SecondProcess(planner.traces_for_more)
             found = search(planner, tell=tell)
     if found.best is None:
         with working("nothing fits; searching for what would", ""):

@@ -100,6 +100,7 @@ def plan(
         network=network,
         simulate=simulate,
         working=working,
+        forks=True,
     )
     from muster.cli import plan_table
     from muster.planner import report

@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,7 +23,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from muster.parallel.blocks import SAVED_OPS, Checkpointing
 from muster.planner.op_cost import OpCost, measure
 from muster.planner.trace import Recorder, rounded
-from muster.torch_internals import _reparametrize_module, tree_flatten, tree_unflatten
+from muster.torch_internals import (
+    _disable_current_modes,
+    _reparametrize_module,
+    detect_fake_mode,
+    import_pattern_matcher,
+    tree_flatten,
+    tree_unflatten,
+)
 
 # Extern kernels besides matrix products and attention: not fused, since access is not pointwise.
 EXTERN = (
@@ -34,6 +42,16 @@ EXTERN = (
     "fft",
     "max_pool",
 )
+
+
+def import_compiler() -> None:
+    """Takes seconds."""
+    import_pattern_matcher()
+    from muster.torch_internals import (  # noqa: F401
+        aot_function,
+        min_cut_rematerialization_partition,
+        select_decomp_table,
+    )
 
 
 @dataclass
@@ -76,10 +94,11 @@ class Compiler:
             return function(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def flat(*given: Tensor) -> Any:
-            filled = list(leaves)
+            filled = list(others)
             for position, tensor in zip(positions, given, strict=True):
                 filled[position] = tensor
             args, kwargs = tree_unflatten(filled, shape)
@@ -88,23 +107,38 @@ class Compiler:
         kinds = tuple((t.shape, t.dtype, t.requires_grad) for t in tensors)
         cache_key = (key, kinds, torch.is_autocast_enabled("cpu"))
         if cache_key not in self.cache:
-            from muster.torch_internals import (  # takes seconds
-                aot_function,
-                import_pattern_matcher,
-                select_decomp_table,
-            )
-
-            import_pattern_matcher()
-            self.cache[cache_key] = aot_function(
-                flat,
-                self._kernels,  # type: ignore[arg-type]
-                self._kernels,  # type: ignore[arg-type]
-                partial(_partition, checkpointing),
-                select_decomp_table(),
-            )
+            self.cache[cache_key] = self._compiled(flat, checkpointing, tensors)
         assert self.recorder is not None
         with self.recorder.unrecorded():
             return self.cache[cache_key](*tensors)
+
+    def _compiled(
+        self, function: Callable[..., Any], checkpointing: Checkpointing, like: Sequence[Tensor]
+    ) -> Callable[..., Any]:
+        """For tensors `like` these. AOTAutograd compiles at the first call and keeps what it was called
+        with: that is a call with other tensors, which nobody records."""
+        import_compiler()
+        from muster.torch_internals import (
+            _use_lazy_graph_module,
+            aot_function,
+            select_decomp_table,
+        )
+
+        compiled = aot_function(
+            function,
+            self._kernels,  # type: ignore[arg-type]
+            self._kernels,  # type: ignore[arg-type]
+            partial(_partition, checkpointing),
+            select_decomp_table(),
+            enable_log=False,
+        )
+        recorder, self.recorder = self.recorder, Recorder()
+        mode = detect_fake_mode(like)
+        with _disable_current_modes(), mode or nullcontext(), _use_lazy_graph_module(True):
+            copies = {id(tensor): _empty_like(tensor) for tensor in like}
+            compiled(*(copies[id(tensor)] for tensor in like))
+        self.recorder = recorder
+        return compiled
 
     def _kernels(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """The compiler function for AOTAutograd, called once with each of the forward and backward graphs."""
@@ -131,15 +165,28 @@ class Compiler:
         return run
 
 
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=tensor.dtype,
+        device=tensor.device,
+        requires_grad=tensor.requires_grad,
+    )
+
+
 def _partition(
     checkpointing: Checkpointing, joint: fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and the backward graph."""
+    """The forward and the backward graph, without the values of constants, which AOTAutograd would copy."""
     from muster.torch_internals import min_cut_rematerialization_partition
 
     if checkpointing != "none":
         _tag_recomputed(joint.graph, checkpointing)
-    return min_cut_rematerialization_partition(joint, inputs, **options)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    for graph in (forward, backward):
+        graph._buffers.update(dict.fromkeys(graph._buffers))
+    return forward, backward
 
 
 def _tag_recomputed(joint: fx.Graph, checkpointing: Checkpointing) -> None:

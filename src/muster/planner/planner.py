@@ -16,11 +16,20 @@ from muster.parallel.graphs import GRAPH_MEMORY
 from muster.parallel.layout import Layout, strategy_name
 from muster.parallel.stages import stages_per_rank
 from muster.planner.collector import collector_paused
-from muster.planner.compiled import Compiler
+from muster.planner.compiled import Compiler, import_compiler
 from muster.planner.kernels import Speeds
 from muster.planner.memory import GIB, MARGIN, Choice, MemoryEstimate, Offload, estimate_memory
-from muster.planner.profile import ExecutionMode, ModelCost, Profile, SplitAxes, record
+from muster.planner.profile import (
+    MORE,
+    ExecutionMode,
+    ModelCost,
+    Profile,
+    ProfileRecorder,
+    SplitAxes,
+    Traces,
+)
 from muster.planner.recordings import Recordings, recording_key
+from muster.planner.second_process import SecondProcess
 from muster.planner.shards import Stage, stages
 from muster.planner.subject import Subject, blocks_of
 from muster.planner.time import (
@@ -90,6 +99,7 @@ class Planner:
     precision: str
     measure_loading: bool = False  # of data, on this machine
     recordings: Recordings | None = None  # of earlier plans
+    second: SecondProcess | None = None  # that makes the second half of recordings
     _profiles: dict[tuple[ExecutionMode, bool], Profile] = field(default_factory=dict)
     _workloads: dict[Any, ModelCost] = field(default_factory=dict)
     _stages: dict[Any, list[Stage]] = field(default_factory=dict)
@@ -227,12 +237,29 @@ class Planner:
         return profile
 
     def _record(self, mode: ExecutionMode, costliest: bool) -> Profile:
-        with collector_paused():
-            if mode.tensor * mode.context == 1:
-                return record(self.subject, mode, costliest=costliest, compiler=self._compiler)
-            options = self.subject.recipe.distributed.tensor_options
-            with split_axes(mode.tensor, mode.context) as axes:
-                return record(self.subject, mode, costliest=costliest, axes=axes, options=options)
+        if self.second is None:
+            with self._recorder(mode, costliest) as recorder:
+                return recorder.profile()
+        if mode.compiled:
+            import_compiler()  # once, before the process is forked
+        more = self.second.call(mode, costliest)
+        with self._recorder(mode, costliest) as recorder:
+            return recorder.profile(more)
+
+    def traces_for_more(self, mode: ExecutionMode, costliest: bool) -> Traces:
+        """The second half of a recording."""
+        with self._recorder(mode, costliest) as recorder:
+            return recorder.traces(MORE)
+
+    @contextlib.contextmanager
+    def _recorder(self, mode: ExecutionMode, costliest: bool) -> Iterator[ProfileRecorder]:
+        options = self.subject.recipe.distributed.tensor_options
+        alone = mode.tensor * mode.context == 1
+        split = (
+            contextlib.nullcontext(SplitAxes()) if alone else split_axes(mode.tensor, mode.context)
+        )
+        with collector_paused(), split as axes:
+            yield ProfileRecorder(self.subject, mode, costliest, axes, options, self._compiler)
 
     def _micro_batch_time(
         self, workload: ModelCost, last: bool, context_stride: int

@@ -8,10 +8,11 @@ tensors: there are no per-architecture formulas.
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ FEW, MORE = 2, 4  # samples
 KEPT = TracePoint("kept")  # between the forward and the backward pass
 
 Depths = Mapping[str, int]  # blocks by stack
+Traces = dict[str, Trace]  # with one more block in a stack, by its name; without, by ""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class ModelCost:
         again = products if checkpointing == "full" else []
         if launch == "op":
             again = again + [one for one in forward if one[0].kind == "memory"]
-        calls = dict(self.calls)
+        calls = defaultdict(float, self.calls)
         calls[launch] += sum(count for *_, count in again)
         if checkpointing == "selective" and launch == "op":
             calls["cached op"] = 2 * self.block_calls["op"]
@@ -225,46 +227,48 @@ def _interpolated(few: Any, more: Any, step: float) -> Any:
     )
 
 
-def record(
-    subject: Subject,
-    mode: ExecutionMode,
-    *,
-    costliest: bool = True,
-    axes: SplitAxes | None = None,
-    options: TensorOptions | None = None,
-    compiler: Compiler | None = None,
-) -> Profile:
-    """`axes`: the ranks that split each matrix or sequence, if `mode` has any. `compiler`: with the
-    graphs of earlier recordings cached."""
-    stacks = {name: len(b) for name, b in blocks_of(subject.model, subject.plan.blocks).items()}
-    short = {name: min(SHORT, size) for name, size in stacks.items()}
-    growing = [name for name, size in stacks.items() if size > SHORT]
-    recorder = _ProfileRecorder(
-        subject, mode, costliest, axes or SplitAxes(), options, compiler or Compiler()
-    )
-    pairs = {
-        name: (recorder.record(depths, FEW), recorder.record(depths, MORE))
-        for name, depths in [("", short), *((n, short | {n: DEEPEST}) for n in growing)]
-    }
-    return Profile(short, pairs.pop(""), pairs)
+def record(subject: Subject, mode: ExecutionMode, **settings: Any) -> Profile:
+    return ProfileRecorder(subject, mode, **settings).profile()
 
 
 @dataclass
-class _ProfileRecorder:
+class ProfileRecorder:
+    """`axes`: the ranks that split each matrix or sequence, if `mode` has any. `compiler`: with the graphs
+    of earlier recordings cached."""
+
     subject: Subject
     mode: ExecutionMode
-    costliest: bool
-    axes: SplitAxes
-    options: TensorOptions | None
-    compiler: Compiler
+    costliest: bool = True
+    axes: SplitAxes = SplitAxes()
+    options: TensorOptions = field(default_factory=TensorOptions)
+    compiler: Compiler = field(default_factory=Compiler)
+
+    def profile(self, more: Callable[[], Traces | None] = lambda: None) -> Profile:
+        """`more`: the traces for MORE samples, where another process makes them."""
+        few = self.traces(FEW)
+        several = more() or self.traces(MORE)
+        pairs = {name: (few[name], several[name]) for name in few}
+        return Profile(self.shortest, pairs.pop(""), pairs)
+
+    def traces(self, rows: int) -> Traces:
+        growing = {
+            n: self.shortest | {n: DEEPEST} for n, size in self.stacks.items() if size > SHORT
+        }
+        return {
+            name: self.record(depths, rows)
+            for name, depths in ({"": self.shortest} | growing).items()
+        }
+
+    @cached_property
+    def stacks(self) -> dict[str, int]:
+        blocks = blocks_of(self.subject.model, self.subject.plan.blocks)
+        return {name: len(stack) for name, stack in blocks.items()}
+
+    @cached_property
+    def shortest(self) -> dict[str, int]:
+        return {name: min(SHORT, size) for name, size in self.stacks.items()}
 
     def record(self, depths: Depths, rows: int) -> Trace:
-        """Again if something was compiled, since tracing keeps tensors alive that later calls do not."""
-        known = len(self.compiler.cache)
-        trace = self._record_once(depths, rows)
-        return trace if len(self.compiler.cache) == known else self._record_once(depths, rows)
-
-    def _record_once(self, depths: Depths, rows: int) -> Trace:
         plan, mode = self.subject.plan, self.mode
         model = copy.deepcopy(self.subject.shallow)
         truncate(model, plan, depths)
@@ -293,7 +297,7 @@ class _ProfileRecorder:
         from muster.parallel import tensor
         from muster.planner.dtensor_recorder import DTensorRecorder
 
-        tensor.split(model, self.axes.tensor, self.subject.plan, self.options or TensorOptions())
+        tensor.split(model, self.axes.tensor, self.subject.plan, self.options)
         return DTensorRecorder()
 
     def _wrap(self, model: nn.Module, plan: ParallelPlan, recorder: Recorder) -> None:
@@ -308,7 +312,7 @@ class _ProfileRecorder:
             self.compiler.module(model, model.get_submodule(name))
 
     def _loss_context(self) -> AbstractContextManager[Any]:
-        if self.axes.tensor is None or not (self.options or TensorOptions()).loss_parallel:
+        if self.axes.tensor is None or not self.options.loss_parallel:
             return nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
 

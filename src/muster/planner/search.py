@@ -115,13 +115,17 @@ class _Search:
                 self.infeasible = True
                 continue
             fastest = math.inf  # of this layout
+            fitting: set[Choice] = set()
             for choice in self._allowed(layout, offload):
+                if _fits_without(choice, fitting):
+                    continue  # recomputation saves no time
                 if self._least_time(choice) >= fastest:
                     continue
                 plan = self.planner.evaluate(choice)
                 before = self.closest.get(name)
                 if self.planner.fits(plan):
                     self.fitting.append(plan)
+                    fitting.add(choice)
                     fastest = min(fastest, plan.duration.total)
                 elif before is None or plan.memory.total < before.memory.total:
                     self.closest[name] = plan
@@ -335,6 +339,11 @@ class _Search:
                 yield replace(
                     choice, rows=rows, microbatches=microbatches, accumulation=sizes.accumulation
                 )
+
+
+def _fits_without(choice: Choice, fitting: set[Choice]) -> bool:
+    """Whether it fits without activation checkpointing."""
+    return replace(choice, checkpointing="none") in fitting
 
 
 def rank(plans: list[Plan]) -> list[Plan]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from muster.errors import DataError
 from muster.recipe.own_task import parse
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Task
@@ -32,6 +33,13 @@ def _is_chat(recipe: Recipe, assets: dict[str, Any] | None) -> bool:
     """As the checkpoint was trained; of a new run, as its data are."""
     if assets is not None:
         return "chat_template" in assets
-    from muster.tasks.chat import reads_chat
+    from muster.data import corpus
+    from muster.data.text.conversations import are_chat
 
-    return reads_chat(recipe)
+    data = recipe.data
+    try:
+        named = (data.sources, data.validation, data.test)
+        files = corpus.split_files(*named, "train", data.max_parquet_files, "text")
+    except DataError:  # whoever opens the data says what is wrong with it
+        files = []
+    return are_chat(data.format, data.text_column, files)

@@ -11,14 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from muster.data import corpus
 from muster.data.corpus import Split
 from muster.data.loader import IGNORE, Batch
 from muster.data.text.chat import ChatSample, ChatSource, reply_ends
 from muster.data.text.chat_template import ChatTemplate, find_template
-from muster.data.text.conversations import are_chat
 from muster.data.text.packing import document_starts
-from muster.errors import DataError
 from muster.recipe.schema import Recipe
 from muster.tasks.base import Counts, Score
 from muster.tasks.causal_lm import CausalLM
@@ -102,14 +99,3 @@ class ChatLM(CausalLM):
             long_rows=data.long_texts,
             max_bad_fraction=data.max_bad_fraction,
         )
-
-
-def reads_chat(recipe: Recipe) -> bool:
-    """Whether the recipe's training data are chat rows."""
-    data = recipe.data
-    try:
-        named = (data.sources, data.validation, data.test)
-        files = corpus.split_files(*named, "train", data.max_parquet_files, "text")
-    except DataError:  # whoever opens the data says what is wrong with it
-        files = []
-    return are_chat(data.format, data.text_column, files)
