@@ -124,7 +124,7 @@ def test_compiled_layers_compute_the_same(tmp_path: Path):
 
 
 def test_states_lie_row_by_row_in_every_layer():
-    """A layer keeps the layout of its input; that of the convolutions has the time innermost."""
+    """A layer keeps the layout of its input."""
     model, seen = Whisper(SMALL), []
     for module in model.modules():
         if type(module).__name__ in model.plan.blocks:

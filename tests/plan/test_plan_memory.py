@@ -413,7 +413,6 @@ def test_deepspeed_rises_as_high_as_was_planned(
 # GiB that the rank that needs most allocated in a rehearsal (docs/planner.md), for so many samples and
 # micro-batches, uncompiled.
 MEASURED: dict[str, tuple[float, str, int, int, int, str]] = {
-    "tensor": (5.66, "gpt2", 2, 16, 1, "tensor"),
     "pipeline": (2.31, "gpt2", 2, 2, 8, "pipeline"),
     "zero2 accumulated": (12.36, "llama-1b", 2, 2, 2, "zero2"),
     "fsdp": (5.42, "llama-1b", 4, 2, 1, "fsdp"),
@@ -421,7 +420,7 @@ MEASURED: dict[str, tuple[float, str, int, int, int, str]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "tensor" else pytest.mark.full) for n in MEASURED]
+    "name", [pytest.param(n, marks=() if n == "fsdp" else pytest.mark.full) for n in MEASURED]
 )
 def test_a_layout_takes_what_it_took_on_an_h200(name):
     measured, model, world, rows, count, strategy = MEASURED[name]

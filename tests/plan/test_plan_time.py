@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster.hardware import catalogue
 from muster.parallel.layout import Layout
@@ -19,8 +25,11 @@ from muster.planner.kernels import (
 )
 from muster.planner.memory import Choice
 from muster.planner.op_cost import OpCost
+from muster.planner.planner import split_axes
 from muster.planner.time import (
+    GROUP_CALLS,
     IDLE_S,
+    SHARD_CALLS,
     STEP_CALLS,
     Cluster,
     MicroBatchTime,
@@ -164,14 +173,52 @@ def test_a_load_is_tallied_by_kind():
 
 
 def test_graphs_are_used_where_the_host_is_slower_than_the_device():
-    """Without launching, and with gradients that keep their memory."""
+    """Without launching; with several micro-batches, a second set of gradients."""
     alone = Cluster(H100, 1, 1)
-    for rows, used in ((1, True), (4096, False)):
+    for rows, count, used in ((1, 1, True), (1, 4, True), (4096, 1, False)):
         plans = {}
+        choice = Choice(Layout(), "bf16", rows, accumulation=count)
         for graphs in ("auto", "false"):
             thing = subject(*GPT, f"training.cuda_graphs={graphs}")
-            plans[graphs] = planner(thing).on(alone).evaluate(Choice(Layout(), "bf16", rows))
+            plans[graphs] = planner(thing).on(alone).evaluate(choice)
         auto, launched = plans["auto"], plans["false"]
         assert (auto.duration.total < launched.duration.total) == used
-        assert (auto.memory.allocated > launched.memory.allocated) == used
         assert used == (launched.duration.host > 0)
+        assert (auto.memory.allocated > launched.memory.allocated) == (used and count > 1)
+
+
+def test_operations_that_fsdp_adds_are_counted():
+    """As torch launches them, beside the model's own."""
+    for matrices in (4, 12):
+        with split_axes(8, 1) as axes:
+            added = [
+                _operations(blocks, matrices, axes.tensor) - _operations(blocks, matrices, None)
+                for blocks in (2, 3)
+            ]
+        counted = GROUP_CALLS + SHARD_CALLS * matrices
+        assert added[1] - added[0] == pytest.approx(counted, rel=0.1)
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _operations(blocks: int, matrices: int, shards: DeviceMesh | None) -> int:
+    """Of the second step of a model in bfloat16."""
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(blocks * matrices)]
+    model = nn.Sequential(*[nn.Sequential(*layers[i::blocks]) for i in range(blocks)])
+    if shards is None:
+        model.bfloat16()
+    else:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in (*model, model):
+            fully_shard(module, mesh=shards, mp_policy=policy)
+    operations = Operations()
+    for mode in (nullcontext(), operations):
+        with mode:
+            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
+    return operations.count

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from muster.hardware import catalogue
 from muster.parallel.blocks import checkpoint_activations
-from muster.planner.compiled import Compiler, Summary, _allocate_outputs
+from muster.planner.compiled import Compiler, _allocate_outputs
 from muster.planner.fake_cuda import fake_cuda
+from muster.planner.fused_kernels import Summary
 from muster.planner.kernels import Speeds, host_seconds
 from muster.planner.profile import FEW, KEPT, MORE, ExecutionMode, ProfileRecorder, record
 from muster.planner.subject import blocks_of

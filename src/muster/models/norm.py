@@ -25,7 +25,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """In float32 under autocast, and back in the input's type, to which the layers that read it would round."""
+    """In float32 under autocast, and back in the input's type, to which the layers that read it would round it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).to(x.dtype)

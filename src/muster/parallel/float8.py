@@ -7,7 +7,6 @@ the traffic once more.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -94,9 +93,9 @@ def convert(model: nn.Module, plan: ParallelPlan, shards: int, *, emulate: bool)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     names, gathers = choose(model, plan, shards, any_size=emulate)
-    config = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name("tensorwise"),
+    config = Float8LinearConfig(
         enable_fsdp_float8_all_gather=gathers,
+        round_scales_to_power_of_2=True,
         emulate=emulate,
     )
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in names, config=config)
@@ -106,11 +105,16 @@ def convert(model: nn.Module, plan: ParallelPlan, shards: int, *, emulate: bool)
 
 def update_scales(parts: Sequence[nn.Module]) -> None:
     """Of all weights that FSDP gathers in float8, in one all-reduce, after they have changed. Without it,
-    every gathering would begin with an all-reduce of its own."""
+    every gathering would begin with an all-reduce of its own. Powers of two, as without FSDP."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     for part in parts:
         precompute_float8_dynamic_scale_for_fsdp(part)
+        found: list[Any] = [getattr(p, "_local_tensor", None) for p in part.parameters()]
+        scales = [p._precomputed_scale for p in found if hasattr(p, "_precomputed_scale")]
+        if scales:
+            together = scales[0]._base  # each is an element of one tensor
+            together.copy_(together.log2().floor().exp2())
 
 
 def without_wrapper(tensor: Any) -> Any:

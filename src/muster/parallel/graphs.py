@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from muster.data.loader import Batch
 from muster.errors import MusterError
 
-GRAPH_MEMORY = 0.45  # of the GPU, without graphs: they keep a second set of activations
+GRAPH_MEMORY = (
+    0.45  # of the GPU, without graphs: they keep a second set of activations and of gradients
+)
 MAX_GRAPHS = 96  # each holds a batch and some megabytes of kernel launches
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class CapturedGraph:
     batch: Batch
     scale: Tensor
     loss: Tensor
+    trained: tuple[nn.Parameter, ...]  # that it gives gradients
 
     def replay(self, batch: Batch, scale: Tensor) -> Tensor:
         for name, tensor in self.batch.tensors.items():
@@ -42,11 +45,11 @@ class CapturedGraph:
 
 
 class Gradients:
-    """What all graphs write their gradients to: the tensors that the first captured backward pass made, to
-    which later captures copy theirs. A replay overwrites them, so those of a micro-batch before are copied."""
+    """What all graphs write their gradients to: the tensors that a parameter's first captured backward pass made,
+    to which later captures copy theirs. A replay overwrites them, so those of a micro-batch before are copied."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
         self.static: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
@@ -59,29 +62,39 @@ class Gradients:
         finally:
             self._set(before)
 
-    def keep(self) -> None:
-        """At the end of a capture."""
+    def written(self) -> dict[nn.Parameter, Tensor]:
+        """At the end of a captured backward pass: the gradients it made, copied to where others are already."""
         made = {p: p.grad for p in self.parameters if p.grad is not None}
-        if not self.static:
-            self.static = made
-        if made.keys() != self.static.keys():
-            raise RuntimeError("other parameters take part than in the batch before")
-        if made is not self.static:
-            torch._foreach_copy_(list(self.static.values()), [made[p] for p in self.static])
+        if again := [p for p in made if p in self.static]:
+            torch._foreach_copy_([self.static[p] for p in again], [made[p] for p in again])
+        return made
+
+    def keep(self, written: dict[nn.Parameter, Tensor]) -> tuple[nn.Parameter, ...]:
+        """After the capture has succeeded. Returns the parameters."""
+        self.static = written | self.static
+        return tuple(written)
 
     @contextmanager
-    def adding(self) -> Iterator[None]:
-        """A replay in here adds to the gradients that there are."""
-        found = {p: p.grad for p in self.static if p.grad is not None}
-        before = {p: self._aside(p, g) for p, g in found.items()}
+    def adding(self, trained: Iterable[nn.Parameter]) -> Iterator[None]:
+        """A replay in here gives `trained` gradients, which add to those that there are."""
+        static = {p: self.static[p] for p in trained}
+        before = {
+            p: p.grad.clone() if p.grad is gradient else p.grad
+            for p, gradient in static.items()
+            if p.grad is not None
+        }
         yield
-        for p, gradient in self.static.items():
+        for p, gradient in static.items():
             p.grad = before.get(p, gradient)
         if before:
-            torch._foreach_add_(list(before.values()), [self.static[p] for p in before])
+            torch._foreach_add_(list(before.values()), [static[p] for p in before])
 
-    def _aside(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        return gradient.clone() if gradient is self.static[parameter] else gradient
+    def complete(self) -> Iterator[Tensor]:
+        """Of all parameters, zero where there is none: ranks sum them, whatever took part on each."""
+        for p in self.parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            yield p.grad
 
     def _set(self, gradients: Iterable[Tensor | None]) -> None:
         for p, gradient in zip(self.parameters, gradients, strict=True):
@@ -100,7 +113,7 @@ class Graphs:
         failed: Callable[[str], None] | None = None,
     ) -> None:
         self.device, self.failed = device, failed
-        self.gradients = Gradients([p for p in parameters if p.requires_grad])
+        self.gradients = Gradients(parameters)
         self.stream = torch.cuda.Stream(device)  # the default stream cannot be captured
         self.pool = torch.cuda.graph_pool_handle()
         self.seen: set[object] = set()
@@ -122,10 +135,10 @@ class Graphs:
         if shape in self.seen and shape not in self.captured and not self.closed:
             self._capture(compute, batch, scale, shape)
         self.seen.add(shape)
-        if shape not in self.captured:
+        if (captured := self.captured.get(shape)) is None:
             return compute(batch, scale)
-        with self.gradients.adding():
-            return self.captured[shape].replay(batch, scale)
+        with self.gradients.adding(captured.trained):
+            return captured.replay(batch, scale)
 
     def _capture(self, compute: Compute, batch: Batch, scale: Tensor, shape: object) -> None:
         try:
@@ -158,7 +171,7 @@ class Graphs:
                 torch.cuda.graph(graph, self.pool, self.stream, "thread_local"),
             ):
                 loss = compute(batch, scale)
-                self.gradients.keep()
+                written = self.gradients.written()
         except torch.OutOfMemoryError as error:
             raise MusterError(
                 "training.cuda_graphs: out of memory during capture: graphs have a memory pool of "
@@ -169,4 +182,4 @@ class Graphs:
                 "training.cuda_graphs: this model cannot be captured, since it synchronizes with "
                 f"the GPU within a step; set it to false ({str(error).splitlines()[0]})"
             ) from error
-        return CapturedGraph(graph, batch, scale, loss)
+        return CapturedGraph(graph, batch, scale, loss, self.gradients.keep(written))

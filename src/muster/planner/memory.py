@@ -105,13 +105,15 @@ def estimate_memory(
     rank: int = 0,
     *,
     cast: bool = True,
-    replayed: bool = False,
+    replayed: int | None = None,
 ) -> MemoryEstimate:
-    """Of `rank`, one of those that hold `stage`. `cast`: FSDP may cast this model's weights to `precision`;
-    `replayed`: CUDA graphs are used."""
+    """Of `rank`, one of those that hold `stage`. `cast`: FSDP may cast this model's weights to `precision`.
+    `replayed`: with CUDA graphs, the sets of gradients beside the one that a backward pass makes."""
     static = static_memory(choice, stage, rank)
-    keeps = replayed or choice.accumulation > 1
-    points = _memory_points(choice, stage, workload, static, cast, keeps)
+    if replayed is None:
+        points = _memory_points(choice, stage, workload, static, cast)
+    else:
+        points = _replayed_points(choice, workload, static["gradients"], replayed)
     peak = max(points, key=lambda point: point.total)
     parts = dict.fromkeys(PARTS, 0.0) | static | vars(peak)
     host = _moved_to_host(choice, parts, static)
@@ -185,10 +187,8 @@ def _memory_points(
     workload: ModelCost,
     static: dict[str, int],
     cast: bool,
-    keeps: bool,
 ) -> Iterator[_MemoryPoint]:
-    """Points of the step where memory may peak. At the last one only the gradients are left. `keeps`:
-    gradients are accumulated in memory that they keep between micro-batches."""
+    """Points of the step where memory may peak. At the last one only the gradients are left."""
     layout, gradients = choice.layout, static["gradients"]
     if layout.zero:
         yield from _zero_points(choice, stage, workload, static)
@@ -199,14 +199,24 @@ def _memory_points(
     elif layout.pipeline > 1:
         yield _MemoryPoint(gradients, sum(_in_flight(choice, stage, workload)))
     elif layout.only_replicas and layout.world > 1:  # DDP's buckets are the gradients
-        beside = gradients if keeps else 0  # until the last micro-batch
+        beside = gradients if choice.accumulation > 1 else 0  # until the last micro-batch
         yield _MemoryPoint(gradients + beside, _peak_activations(workload))
-    elif keeps:
+    elif choice.accumulation > 1:
         yield _MemoryPoint(gradients, _peak_activations(workload))
     else:  # gradients replace activations
         for h in workload.peaks.values():
             yield _MemoryPoint(h.with_gradients - h.activations, h.activations)
     yield _MemoryPoint(gradients)
+
+
+def _replayed_points(
+    choice: Choice, workload: ModelCost, gradients: int, beside: int
+) -> Iterator[_MemoryPoint]:
+    """New gradients replace activations in every capture. Replicas sum a copy of all of them."""
+    for h in workload.peaks.values():
+        yield _MemoryPoint(beside * gradients + h.with_gradients - h.activations, h.activations)
+    copies = int(choice.layout.world > 1)
+    yield _MemoryPoint((1 + beside + copies) * gradients)
 
 
 def _peak_activations(workload: ModelCost) -> float:

@@ -113,15 +113,16 @@ class Planner:
 
     def evaluate(self, choice: Choice) -> Plan:
         mode, stages = self._mode(choice), self.stages(choice.layout)
-        estimates = self._memory(choice, mode, graphs=False)
+        estimates = self._memory(choice, mode)
         times = []
         for stage in stages:
             usual = self._workload(mode, stage, choice.rows, costliest=False)
             times.append(self._micro_batch_time(usual, stage.last, _context_stride(choice.layout)))
         if self._replayed(choice, max(memory.total for memory in estimates), times):
-            estimates = self._memory(choice, mode, graphs=True)
+            again = choice.accumulation > 1 or not self.subject.uniform
+            estimates = self._memory(choice, mode, int(again))
             times = [
-                replayed(time, stage, self.cluster)
+                replayed(time, stage, self.cluster, choice.accumulation)
                 for time, stage in zip(times, stages, strict=True)
             ]
         durations = [
@@ -131,7 +132,9 @@ class Planner:
         total = self.subject.recipe.training.global_batch_size
         return Plan(choice, tuple(estimates), max(durations, key=lambda d: d.total), total)
 
-    def _memory(self, choice: Choice, mode: ExecutionMode, *, graphs: bool) -> list[MemoryEstimate]:
+    def _memory(
+        self, choice: Choice, mode: ExecutionMode, replayed: int | None = None
+    ) -> list[MemoryEstimate]:
         """By stage."""
         return [
             estimate_memory(
@@ -139,7 +142,7 @@ class Planner:
                 stage,
                 self._workload(mode, stage, choice.rows, costliest=True),
                 cast=self.subject.plan.cast_weights,
-                replayed=graphs,
+                replayed=replayed,
             )
             for stage in self.stages(choice.layout)
         ]

@@ -12,8 +12,11 @@ from muster.planner.profile import ModelCost
 from muster.planner.shards import FLOAT, Stage
 from muster.planner.traffic import data_traffic
 
-REPLAY_BYTES = 16  # per gradient: set to zero, and added to what is there
+ASIDE_BYTES = 8  # per gradient: those of a graph's first micro-batch are copied before the second
+ADDED_BYTES = 12  # per gradient, and each further micro-batch: added to what is there
 STEP_CALLS = 150  # operations of a step that are not the model's: the optimizer's, the loop's
+GROUP_CALLS = 49  # of FSDP in a micro-batch, for each group of parameters that it gathers
+SHARD_CALLS = 4  # and for each parameter
 BUS = 0.8  # fraction of a link's rate that NCCL reaches
 LATENCY_S = 2e-5  # of one collective
 IDLE_S = 4e-3  # until a GPU has work queued again, where the host waits for it at every step
@@ -107,9 +110,14 @@ def micro_batch_time(
     return MicroBatchTime(matrices, memory, tensor, host, context)
 
 
-def replayed(time: MicroBatchTime, stage: Stage, cluster: Cluster) -> MicroBatchTime:
-    """By a CUDA graph, whose gradients keep their memory."""
-    adding = REPLAY_BYTES * stage.trained / Speeds.of(cluster.device).bytes
+def replayed(
+    time: MicroBatchTime, stage: Stage, cluster: Cluster, accumulation: int
+) -> MicroBatchTime:
+    """By a CUDA graph, which writes the gradients of every micro-batch to the same memory."""
+    moved = 0.0
+    if accumulation > 1:
+        moved = (ASIDE_BYTES + ADDED_BYTES * (accumulation - 1)) / accumulation
+    adding = moved * stage.trained / Speeds.of(cluster.device).bytes
     return replace(time, host=0.0, memory=time.memory + adding)
 
 
@@ -135,7 +143,8 @@ def step_time(
     exposed = _exposed(choice, stage, cluster, busy, rounded)
     optimizer = _optimizer(choice, stage, cluster, speeds)
     device = passes * busy + bubble + exposed + optimizer
-    host = max(passes * micro_batch.host + _outside(speeds) - device, _idle(choice, speeds))
+    launching = passes * (micro_batch.host + _sharding(choice, stage, speeds)) + _outside(speeds)
+    host = max(launching - device, _idle(choice, speeds))
     return Duration(
         matrices=passes * matrices,
         memory=passes * memory,
@@ -152,6 +161,14 @@ def step_time(
 def _outside(speeds: Speeds) -> float:
     """What the host does in a step besides the model."""
     return host_seconds({"op": STEP_CALLS}, speeds)
+
+
+def _sharding(choice: Choice, stage: Stage, speeds: Speeds) -> float:
+    """What the host does in a micro-batch to gather weights and to sum gradients."""
+    if not choice.sharded:
+        return 0.0
+    calls = GROUP_CALLS * len(stage.groups()) + SHARD_CALLS * len(stage.parameters)
+    return host_seconds({"op": calls}, speeds)
 
 
 def _idle(choice: Choice, speeds: Speeds) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,6 +28,7 @@ from muster.training.selection import Selection
 from muster.training.spikes import History
 
 MAX_EVALUATION_BATCH = 32
+AHEAD = 2  # micro-batches on a GPU that it has not begun with
 
 
 @dataclass
@@ -103,17 +105,25 @@ class Job:
         return share(prepared, self.mesh.layout, self.mesh.rank)
 
     def _moved(self, batch: Batch) -> Batch:
-        """On the device. A GPU copies while it computes what was launched before."""
+        """On the device. A GPU copies while it computes what was launched before, a few micro-batches ahead."""
         device = self.mesh.device
         if device.type != "cuda":
             return batch.to(device)
+        if len(self._begun) == AHEAD:
+            self._begun.popleft().synchronize()
         with torch.cuda.stream(self._copies):
             moved = batch.to(device)
         now = torch.cuda.current_stream(device)
         now.wait_stream(self._copies)
         for tensor in moved.tensors.values():
             tensor.record_stream(now)
+        self._begun.append(now.record_event())
         return moved
+
+    @cached_property
+    def _begun(self) -> deque[torch.cuda.Event]:
+        """Recorded where the GPU begins with a micro-batch."""
+        return deque()
 
     @cached_property
     def _copies(self) -> torch.cuda.Stream:

@@ -117,7 +117,10 @@ class WhisperDecoderLayer(nn.Module):
 
 class ConvGELU(nn.Conv1d):
     """Of `[batch, time, channels]`, over three steps of time, as one product: a GPU's convolutions would first
-    bring all states into another layout, and back. An even time with a stride of 2."""
+    bring all states into another layout, and back."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel_size=3, stride=stride, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         time, (stride,) = x.shape[1], self.stride
@@ -135,8 +138,8 @@ class WhisperEncoder(nn.Module):
         part = part or Part(0, config.encoder_layers, config.encoder_layers)
         self.part = part
         if part.first:
-            self.conv1 = ConvGELU(config.mels, config.width, kernel_size=3, padding=1)
-            self.conv2 = ConvGELU(config.width, config.width, kernel_size=3, stride=2, padding=1)
+            self.conv1 = ConvGELU(config.mels, config.width)
+            self.conv2 = ConvGELU(config.width, config.width, stride=2)
             self.embed_positions = nn.Embedding(config.source_positions, config.width)
             self.embed_positions.requires_grad_(False)
         layers = range(part.start, part.stop)

@@ -23,8 +23,10 @@ def parallel_plan(config: WhisperConfig) -> ParallelPlan:
     return ParallelPlan(
         blocks=("WhisperEncoderLayer", "WhisperDecoderLayer"),
         compiled=(
-            *("model.encoder.conv1", "model.encoder.conv2", "model.encoder.layer_norm"),
-            *("model.decoder.layer_norm", "proj_out"),
+            "model.encoder.conv1",
+            "model.encoder.conv2",
+            "model.encoder.layer_norm",
+            "proj_out",
         ),
         tensor=_tensor_plan(),
         costs=_costs(config),
