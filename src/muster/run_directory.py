@@ -108,6 +108,8 @@ class Run:
         self.clear_error_reports()
         cleared = {"exit_code": None, "failure": None, "slurm_job": None}
         changes["rehearsal"] = rehearsal.active()
+        log = self.path / "ranks" / "0.log"
+        changes["old_log"] = log.stat().st_size if log.is_file() else 0
         self.update(state="starting", **{**cleared, **changes})
 
     def clear_error_reports(self) -> None:

@@ -18,7 +18,7 @@ LONGEST_LINE = 2**24  # bytes
 INFO: Shape = {
     **dict.fromkeys(("state", "host", "boot", "pids", "slurm_job", "owner"), "text"),
     **dict.fromkeys(("created", "owned", "ended", "pid_started"), "finite"),
-    **dict.fromkeys(("pid", "ranks", "restarts"), "count"),
+    **dict.fromkeys(("pid", "ranks", "restarts", "old_log"), "count"),
     "exit_code": "whole",
     "rehearsal": "flag",
     "failure": "object",
