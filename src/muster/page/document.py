@@ -217,6 +217,6 @@ class Comparison(TypedDict):
     data: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     scores: list[Ratio]
-    speed: list[Ratio]
+    speed: list[Ratio]  # medians over the steps
     curves: dict[Literal["a", "b"], Curves]
     first_difference: FirstDifference | None  # of the losses that both have
