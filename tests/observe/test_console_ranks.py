@@ -118,6 +118,7 @@ def test_what_an_earlier_start_left_is_not_shown(tmp_path, monkeypatch):
     table = RankTable(tmp_path / "ranks")
     assert table.lines() == ["rank 0"]
     write(tmp_path / "ranks", 0, step=None)
+    write(tmp_path / "ranks", 1)  # of a machine that was taken for lost
     (row,) = table.rows()
     assert (row.step, row.times) == (None, None)
     with log.open("a") as file:

@@ -72,16 +72,14 @@ class RankTable:
         ]
 
     def rows(self) -> list[RankRow]:
-        """Of this start's ranks: an earlier one may have left files of more."""
+        """Of the present attempt: an earlier one may have had more ranks, and a lost node may still write."""
         self._heartbeats.refresh()
         world = shapes.info(shapes.document(self.folder.parent / "run.json")).get("ranks")
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
-        ranks = {
-            found
-            for n in numbers
-            if (found := number(n)) is not None and (world is None or found < world)
+        ranks = {found for n in numbers if (found := number(n)) is not None} | {
+            *self._heartbeats.latest
         }
-        return [self._row(rank) for rank in sorted(ranks | {*self._heartbeats.latest})]
+        return [self._row(rank) for rank in sorted(ranks) if world is None or rank < world]
 
     def _row(self, rank: int) -> RankRow:
         heartbeat = self._heartbeats.latest.get(rank, {})
