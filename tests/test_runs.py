@@ -519,3 +519,15 @@ def test_a_run_that_says_nothing_of_itself_begins(root):
     assert run.info()["state"] == "starting"
     (run.path / STOP_FILE).write_text("SIGTERM")
     assert run.signalled()
+
+
+def test_the_time_between_two_starts_is_not_time_in_which_a_run_ran(root):
+    run, now = made(root), time.time()
+    run.update(created=now - 1000.0, begun=now - 1000.0, ended=now - 900.0, state="stopped")
+    run.begin()
+    assert run.ran_s(run.info(), time.time() + 7.0) == pytest.approx(107.0, abs=1.0)
+    run.update(begun=now - 50.0)  # killed, and alive until now
+    (run.path / run_directory.ALIVE_FILE).touch()
+    assert run.ran_s(run.info()) == pytest.approx(150.0, abs=1.0)
+    run.begin()
+    assert run.ran_s(run.info(), time.time()) == pytest.approx(150.0, abs=1.0)

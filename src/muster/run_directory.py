@@ -10,6 +10,7 @@ import difflib
 import fcntl
 import itertools
 import logging
+import math
 import os
 import re
 import secrets
@@ -18,7 +19,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -108,6 +109,9 @@ class Run:
         self.clear_error_reports()
         cleared = {"exit_code": None, "failure": None, "slurm_job": None}
         changes["rehearsal"] = rehearsal.active()
+        changes |= {"begun": time.time(), "ran_before_s": self.ran_s(info)}
+        log = self.path / "ranks" / "0.log"
+        changes["old_log"] = log.stat().st_size if log.is_file() else 0
         self.update(state="starting", **{**cleared, **changes})
 
     def clear_error_reports(self) -> None:
@@ -210,10 +214,20 @@ class Run:
 
     def last_sign(self, info: dict[str, Any]) -> float:
         """When its owner was last known to be alive, in seconds since 1970."""
-        touched = 0.0
+        return max(self._touched(), float(info.get("owned", 0.0)))
+
+    def _touched(self) -> float:
         with suppress(OSError):
-            touched = (self.path / ALIVE_FILE).stat().st_mtime
-        return max(touched, float(info.get("owned", 0.0)))
+            return (self.path / ALIVE_FILE).stat().st_mtime
+        return 0.0
+
+    def ran_s(self, info: Mapping[str, Any], now: float | None = None) -> float:
+        """Seconds in all of its starts, without those between them: up to `now` where it is running, else up to the
+        end of the last start."""
+        begun = float(info.get("begun") or info.get("created") or math.inf)
+        ended = float(info.get("ended") or 0.0)
+        until = now or (ended if ended >= begun else self._touched())
+        return max(0.0, float(info.get("ran_before_s") or 0.0)) + max(0.0, until - begun)
 
     def elsewhere(self) -> str | None:
         """The host of the run's processes, where they cannot be reached from here."""

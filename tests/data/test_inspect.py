@@ -200,3 +200,12 @@ def test_the_table_fits_a_line_of_80_columns(monkeypatch):
         "unreadable", "duplicates", "also in train",
     ]  # fmt: skip
     assert cells["also in train"] == ["", "0", "0"]
+
+
+def test_a_histogram_of_many_samples_fits_a_line_of_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "train.jsonl").write_text('{"text": "word"}\n' * 10_000)
+    shown = CliRunner().invoke(app, ["data", "inspect", str(tmp_path)]).output.splitlines()
+    (line,) = (line for line in shown if "█" in line)
+    assert line.endswith("█ 10,000")
+    assert len(line) == 80

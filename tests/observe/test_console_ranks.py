@@ -11,6 +11,7 @@ from muster.observe import console as shown
 from muster.observe.console import Log, event_words, follow
 from muster.observe.ranks import MOST, RankTable
 from muster.observe.terminal import Terminal
+from muster.run_directory import Run
 
 STEP = {"loss": 1.25, "grad_norm": 0.5, "lr": 1e-3, "samples_per_s": 64.0, "step_time_s": 0.5}
 
@@ -33,7 +34,12 @@ def write(
     sign = {"rank": rank, "host": f"node-{rank // 2}", "pid": 1, "step": step, "phase": phase}
     sign |= {"since": now - since, "time": now}
     (folder / f"{rank}.heartbeat.json").write_text(json.dumps(sign))
-    times = {"step": step - 1, "compute_s": compute, "comm_wait_s": 0.125, "data_wait_s": 0.003}
+    times = {
+        "step": (step or 7) - 1,
+        "compute_s": compute,
+        "comm_wait_s": 0.125,
+        "data_wait_s": 0.003,
+    }
     line = {**times, "step_time_s": 0.4, "memory_gib": 1.5}
     (folder / f"{rank}.jsonl").write_text(f'{{"step": 1}}\n{json.dumps(line)}\n{{"ste')
 
@@ -100,6 +106,33 @@ def test_a_log_begins_near_its_end_and_gives_each_whole_line_once(tmp_path):
         file.write("lf\n")
     assert log.new() == ["and half"]
     assert log.new() == []
+
+
+def test_what_an_earlier_start_left_is_not_shown(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    write(tmp_path / "ranks", 0)
+    write(tmp_path / "ranks", 1)
+    log = tmp_path / "ranks" / "0.log"
+    log.write_text("of the first start\n")
+    run.begin(ranks=1)
+    table = RankTable(tmp_path / "ranks")
+    assert table.lines() == ["rank 0"]
+    write(tmp_path / "ranks", 0, step=None)
+    write(tmp_path / "ranks", 1)  # of a machine that was taken for lost
+    (row,) = table.rows()
+    assert (row.step, row.times) == (None, None)
+    with log.open("a") as file:
+        file.write("of this start\n")
+    out = (tmp_path / "out").open("w+")
+    follow(tmp_path, lambda: "stopped", Terminal(file=out), table)
+    out.seek(0)
+    assert out.read() == "of this start\n"
+    states = iter(["queued", "stopped"])
+    monkeypatch.setattr(shown, "POLL_S", 0.0)
+    out.truncate(0)
+    follow(tmp_path, lambda: next(states), Terminal(file=out), table)
+    out.seek(0)
+    assert "of the first start" not in out.read()
 
 
 def test_following_with_ranks_shows_them_and_the_log_with_and_without_a_terminal(tmp_path):

@@ -72,6 +72,10 @@ def test_the_results_table_of_a_run_without_a_step():
     assert "WER" not in text
 
 
+def test_the_throughput_is_said_to_be_the_mean():
+    assert "throughput, the mean" in text_of(results_table(RESULTS, "r"))
+
+
 def test_short_times_are_in_seconds():
     assert "in 119 s" in text_of(results_table(RESULTS | {"total_time_s": 119.0}, "r"))
 

@@ -24,6 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_compare_names_what_differs(runs: Path) -> None:
     told = CliRunner().invoke(app, ["compare", "one", "other", "--dir", str(runs)]).output
+    assert "speed, the median" in told
     assert "training.lr" in told
     assert "data: the same" in told
     assert "environment: the same" in told

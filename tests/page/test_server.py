@@ -99,7 +99,10 @@ def test_a_document_is_sent_compressed(server: Server, run: Path) -> None:
 def test_a_wrong_token_gets_403(server: Server, run: Path, token: str, path: str) -> None:
     answer = server.get(path, token=token)
     assert answer.status == 403
-    assert b"one" not in answer.read()
+    told = "has a wrong token" if token else "lacks the token"
+    words = answer.read().decode()
+    assert words.startswith(f"The address {told}. The right address is in the terminal")
+    assert "one" not in words
 
 
 @pytest.mark.parametrize(

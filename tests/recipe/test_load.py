@@ -202,6 +202,22 @@ def test_references_between_keys_and_to_the_environment_are_followed(
 
 
 @pytest.mark.parametrize(
+    ("name", "kind", "cure"),
+    [
+        ("hf/config.json", "llama", "llama-1b model.config=hf/config.json model.vocab_size=null"),
+        ("hf", "whisper", "whisper-micro model.config=hf"),
+        ("hf/config.json", "wavlm", "wav2vec2 model.pretrained=hf"),
+    ],
+)
+def test_a_hugging_face_model_in_place_of_a_recipe_is_given_to_one(
+    folder: Path, name: str, kind: str, cure: str
+) -> None:
+    (folder / "hf").mkdir()
+    (folder / "hf" / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    assert refusal(name) == f"{name}: is a Hugging Face model, not a recipe; give it to one: {cure}"
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("speach", "speach: no such recipe; nearest is speech; `muster recipe list` lists them"),

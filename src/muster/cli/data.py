@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from muster.data.inspection import Inspection
 
+COLUMNS = 80  # of a terminal
+
 app = typer.Typer(no_args_is_help=True, help="Make or look at a corpus.")
 
 
@@ -85,9 +87,13 @@ def _show(part: Inspection) -> None:
         for problem in part.problems:
             console.print(f"  {problem}", soft_wrap=True)
     most = max((n for _, _, n in part.histogram), default=1)
-    for start, end, count in part.histogram:
-        span = f"{_length(start, part.unit):>9} – {_length(end, part.unit):>9} {part.unit}"
-        bar = "█" * round(40 * count / most) or ("▏" if count else "")
+    spans = [
+        f"{_length(start, part.unit):>9} – {_length(end, part.unit):>9} {part.unit}"
+        for start, end, _ in part.histogram
+    ]
+    widest = min(40, COLUMNS - len(f"    {most:,}") - max(map(len, spans), default=0))
+    for span, (_, _, count) in zip(spans, part.histogram, strict=True):
+        bar = "█" * round(widest * count / most) or ("▏" if count else "")
         console.print(f"  {span} {bar} {count:,}")
 
 

@@ -119,7 +119,7 @@ def _print(found: Comparison) -> None:
     for title in ("recipe", "data", "environment"):
         _different(title, found[title], a, b)  # type: ignore[literal-required]
     _ratios("scores", found["scores"], a, b)
-    _ratios("speed", found["speed"], a, b)
+    _ratios("speed, the median", found["speed"], a, b)
     console.print(_losses(found), soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from muster.observe import shapes
 from muster.observe.events import EVENTS_FILE
 from muster.observe.scores import score_words
 from muster.reading.text import printable
@@ -69,10 +70,11 @@ class Tail:
 
 
 class Log:
-    """New complete lines of a text file since the last call; at first only those at its end."""
+    """New complete lines of a text file since the last call; at first only those at its end. `begin`: how many
+    bytes an earlier start wrote, which are left out."""
 
-    def __init__(self, path: Path, end: int = 2048) -> None:
-        self.path, self.end = path, end
+    def __init__(self, path: Path, end: int = 2048, begin: Callable[[], int] = lambda: 0) -> None:
+        self.path, self.end, self.begin = path, end, begin
         self.offset: int | None = None
 
     def new(self) -> list[str]:
@@ -82,9 +84,11 @@ class Log:
             return []
         with file:
             if self.offset is None:
-                self.offset = max(0, file.seek(0, os.SEEK_END) - self.end)
+                size, begin = file.seek(0, os.SEEK_END), self.begin()
+                begin = begin if begin <= size else 0  # it is another file
+                self.offset = max(begin, size - self.end)
                 file.seek(self.offset)
-                self.offset += len(file.readline()) if self.offset else 0
+                self.offset += len(file.readline()) if self.offset > begin else 0
             file.seek(self.offset)
             whole, newline, _ = file.read().rpartition(b"\n")
             self.offset += len(whole + newline)
@@ -109,12 +113,13 @@ def follow(
     events = events or Tail(folder / EVENTS_FILE)
     # The last step; a run that starts again repeats those after its checkpoint.
     shown: float = math.inf
-    log, begun = Log(folder / "ranks" / "0.log", 2048 if ranks else 0), False
+    log = Log(folder / "ranks" / "0.log", 2048 if ranks else 0, lambda: _old_log(folder))
+    begun = False
     show = _Bar(console, ranks) if console.is_terminal else _Lines(console, ranks)
     with show:
         while True:
             now = state()
-            for words in log.new():
+            for words in log.new() if now != "queued" else ():
                 if ranks:
                     show.print(words)
                 elif not begun:
@@ -131,6 +136,11 @@ def follow(
             if now not in ACTIVE:
                 return now
             time.sleep(POLL_S)
+
+
+def _old_log(folder: Path) -> int:
+    """Bytes of rank 0's log that were there when this start began."""
+    return int(shapes.info(shapes.document(folder / "run.json")).get("old_log") or 0)
 
 
 def step_words(line: dict[str, Any], rehearsal: bool = False) -> str:

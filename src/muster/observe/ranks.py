@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from muster.observe import shapes
 from muster.observe.heartbeats import Heartbeats, State
 from muster.observe.results import read_last
 from muster.reading.names import number
@@ -71,16 +72,20 @@ class RankTable:
         ]
 
     def rows(self) -> list[RankRow]:
+        """Of the present attempt: an earlier one may have had more ranks, and a lost node may still write."""
         self._heartbeats.refresh()
+        world = shapes.info(shapes.document(self.folder.parent / "run.json")).get("ranks")
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
         ranks = {found for n in numbers if (found := number(n)) is not None} | {
             *self._heartbeats.latest
         }
-        return [self._row(rank) for rank in sorted(ranks)]
+        return [self._row(rank) for rank in sorted(ranks) if world is None or rank < world]
 
     def _row(self, rank: int) -> RankRow:
         heartbeat = self._heartbeats.latest.get(rank, {})
-        last = _line(heartbeat) or read_last(self.folder / f"{rank}.jsonl")
+        last = _line(heartbeat)
+        if not last and heartbeat.get("step") is not None:  # else the file has an earlier start's
+            last = read_last(self.folder / f"{rank}.jsonl")
         times = None
         if last and None not in (parts := [last.get(name) for name in TIMES]):
             compute, wait, data = (1e3 * float(part or 0.0) for part in parts)

@@ -55,7 +55,7 @@ def results_table(results: dict[str, Any], folder: str) -> Table:
         speed = f"{rates['samples_per_s']:.1f} clips/s, {rates['audio_s_per_s']:.0f} × real time"
     if "tokens_per_s" in rates:
         speed += f", {rates['tokens_per_s']:.0f} tokens/s"
-    table.add_row("throughput", "not shown: ranks share GPUs" if rehearsal else speed)
+    table.add_row("throughput, the mean", "not shown: ranks share GPUs" if rehearsal else speed)
     table.add_row(
         "ranks",
         f"{results['world_size']} ({', '.join(sorted(set(results['devices'])))})",

@@ -17,8 +17,10 @@ Shape = dict[str, Kind]
 LONGEST_LINE = 2**24  # bytes
 INFO: Shape = {
     **dict.fromkeys(("state", "host", "boot", "pids", "slurm_job", "owner"), "text"),
-    **dict.fromkeys(("created", "owned", "ended", "pid_started"), "finite"),
-    **dict.fromkeys(("pid", "ranks", "restarts"), "count"),
+    **dict.fromkeys(
+        ("created", "begun", "ran_before_s", "owned", "ended", "pid_started"), "finite"
+    ),
+    **dict.fromkeys(("pid", "ranks", "restarts", "old_log"), "count"),
     "exit_code": "whole",
     "rehearsal": "flag",
     "failure": "object",

@@ -36,7 +36,7 @@ class Summary(TypedDict):
     world: int | None
     nodes: list[str]  # hosts
     created: float
-    seconds: float  # from its creation to its end, or to its last sign of life
+    seconds: float  # in all its starts, to the end or the last sign of life
     progress: Progress
     loss: float | None
     best: Best | None
@@ -217,6 +217,6 @@ class Comparison(TypedDict):
     data: list[dict[str, Any]]
     environment: list[dict[str, Any]]
     scores: list[Ratio]
-    speed: list[Ratio]
+    speed: list[Ratio]  # medians over the steps
     curves: dict[Literal["a", "b"], Curves]
     first_difference: FirstDifference | None  # of the losses that both have

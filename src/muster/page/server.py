@@ -51,6 +51,10 @@ KEEP_ALIVE_S = 15.0
 # A part is sent again after the time that it takes at this rate, over a slow line: curves and heat maps of
 # 64 ranks every few seconds, what a person reads every second.
 BYTES_PER_S = 100_000
+WITHOUT_TOKEN = ("", "api", "assets", "favicon.ico")  # how paths begin where the token is left out
+RIGHT_TOKEN = (
+    "The right address is in the terminal where muster page runs; each start has another token."
+)
 HEADERS = {
     b"content-security-policy": b"default-src 'self'; img-src 'self' data:; base-uri 'none'; "
     b"form-action 'none'; frame-ancestors 'none'; object-src 'none'",
@@ -106,7 +110,8 @@ class Guard:
             return PlainTextResponse("This server answers to 127.0.0.1 and localhost only.\n", 403)
         first, slash, _ = scope["path"].lstrip("/").partition("/")
         if not secrets.compare_digest(first.encode(), self.token):
-            return PlainTextResponse("The address lacks the token that muster page printed.\n", 403)
+            what = "lacks the token" if first in WITHOUT_TOKEN else "has a wrong token"
+            return PlainTextResponse(f"The address {what}. {RIGHT_TOKEN}\n", 403)
         if not slash:
             return PlainTextResponse("", 308, {"location": f"/{first}/"})
         return None

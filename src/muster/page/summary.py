@@ -30,7 +30,9 @@ def summary(facts: RunFacts) -> Summary:
         "world": info.get("ranks"),
         "nodes": list(info.get("nodes") or ([info["host"]] if "host" in info else [])),
         "created": float(info.get("created", 0.0)),
-        "seconds": _seconds(facts, state),
+        "seconds": facts.run.ran_s(
+            info, facts.read_at if facts.alive and state != "queued" else None
+        ),
         "progress": {"step": int(facts.last.get("step", 0)), "steps": facts.steps},
         "loss": facts.last.get("loss"),
         "best": best(facts.events),
@@ -41,17 +43,6 @@ def summary(facts: RunFacts) -> Summary:
 
 def strategy_asked(recipe: Mapping[str, Any]) -> str:
     return str((recipe.get("distributed") or {}).get("strategy", ""))
-
-
-def _seconds(facts: RunFacts, state: str) -> float:
-    created = float(facts.info.get("created", facts.read_at))
-    if facts.alive:
-        end = facts.read_at
-    elif facts.info.get("ended"):
-        end = float(facts.info["ended"])
-    else:
-        end = facts.run.last_sign(facts.info)
-    return max(0.0, end - created)
 
 
 def _throughput(facts: RunFacts) -> Throughput | None:

@@ -15,6 +15,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from muster.errors import RecipeError, UnreadableError
-from muster.reading import values, yaml_file
+from muster.reading import json_file, values, yaml_file
 from muster.reading.files import expanded, is_file, is_folder
 from muster.reading.text import in_one_line
 from muster.recipe import aliases, defaults, length, own_task, references
@@ -48,6 +49,7 @@ NEW_TO_HYDRA = (
 
 log = logging.getLogger(__name__)
 
+CTC_TYPES = ("wav2vec2", "hubert", "wavlm", "wav2vec2-bert")  # of a config.json
 UNKNOWN = "no such key; "
 ANSWERED = 50  # unknown keys for which the nearest is sought
 LINES = 12  # keys that are told one by one
@@ -108,6 +110,7 @@ def _find(name_or_path: str) -> Path:
         shipped = SHIPPED / f"{name_or_path}.yaml"
         if is_file(shipped):
             return shipped
+        _refuse_model(name_or_path, path)
         names = [name for name, _ in list_recipes()]
         beside = Path(f"{name_or_path}.yaml")
         near = str(beside) if is_file(beside) else closest(name_or_path, names)
@@ -116,6 +119,7 @@ def _find(name_or_path: str) -> Path:
             f"{in_one_line(name_or_path)}: no such recipe{hint}; `muster recipe list` lists them, "
             "and a file's name must end in .yaml"
         )
+    _refuse_model(name_or_path, path)
     if is_folder(path):
         raise RecipeError(
             f"{in_one_line(name_or_path)}: is a folder, expected a recipe file that ends in .yaml"
@@ -129,6 +133,25 @@ def _find(name_or_path: str) -> Path:
             f"{in_one_line(name_or_path)}: a recipe's file name must end in .yaml; rename it"
         )
     return path
+
+
+def _refuse_model(name: str, path: Path) -> None:
+    """A Hugging Face config.json, or a folder with one."""
+    file = path / "config.json" if is_folder(path) else path
+    kind = None
+    if file.suffix == ".json":
+        with suppress(OSError, UnreadableError):
+            kind = json_file.read(file).get("model_type")
+    if not isinstance(kind, str):
+        return
+    name = in_one_line(name)
+    if kind in CTC_TYPES:
+        words = f"wav2vec2 model.pretrained={in_one_line(str(file.parent))}"
+    elif kind == "whisper":
+        words = f"whisper-micro model.config={name}"
+    else:
+        words = f"llama-1b model.config={name} model.vocab_size=null"
+    raise RecipeError(f"{name}: is a Hugging Face model, not a recipe; give it to one: {words}")
 
 
 def _parse(path: Path) -> dict[Any, Any]:

@@ -235,7 +235,7 @@ def results_page(job: Job, run: run_directory.Run, done: int) -> dict[str, Any]:
     chosen = best_step(job.checkpoints.root)
     return {
         "status": _status(job, done),
-        "total_time_s": time.time() - run.info()["created"],
+        "total_time_s": run.ran_s(run.info(), time.time()),
         "world_size": job.mesh.world,
         "devices": environment["devices"],
         "strategy": planned["strategy"],

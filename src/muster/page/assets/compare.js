@@ -20,7 +20,7 @@ class CompareView {
     this.curves = new Curves("some");
     this.head = h("div", { class: "head" });
     this.parts = {
-      scores: section("scores", "Scores and speed"),
+      scores: section("scores", "Scores and median speed"),
       curves: section("curves", "Curves", this.curves.element),
       recipe: section("recipe", "Recipe"),
       data: section("data", "Data"),
