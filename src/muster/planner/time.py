@@ -144,7 +144,8 @@ def step_time(
     optimizer = _optimizer(choice, stage, cluster, speeds)
     device = passes * busy + bubble + exposed + optimizer
     launching = passes * (micro_batch.host + _sharding(choice, stage, speeds)) + _outside(speeds)
-    host = max(launching - device, _idle(choice, speeds))
+    idle = _idle(choice, speeds)
+    host = max(launching + idle - device, idle)
     return Duration(
         matrices=passes * matrices,
         memory=passes * memory,

@@ -117,8 +117,8 @@ class Training(Section):
     )
     compile: bool | Literal["auto"] = free(
         "auto",
-        description="torch.compile each block, and the head of a language model. `auto`: language models and Whisper on GPUs, in "
-        "runs of 200 steps or more, or with fp8; where compilation fails, the run goes on without.",
+        description="torch.compile each block, and the last norm, the head and Whisper's convolutions. `auto`: language models and "
+        "Whisper on GPUs, in runs of 200 steps or more, or with fp8; where compilation fails, the run goes on without.",
     )
     cuda_graphs: bool | Literal["auto"] = free(
         "auto",
