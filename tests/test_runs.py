@@ -531,3 +531,8 @@ def test_the_time_between_two_starts_is_not_time_in_which_a_run_ran(root):
     assert run.ran_s(run.info()) == pytest.approx(150.0, abs=1.0)
     run.begin()
     assert run.ran_s(run.info(), time.time()) == pytest.approx(150.0, abs=1.0)
+    run.update(begun=now - 800.0)
+    os.utime(run.path / run_directory.ALIVE_FILE, (now - 790.0, now - 790.0))
+    run.update(state="queued")
+    run.update(state="stopped", ended=now)  # cancelled in a queue, where it was not alive
+    assert run.ran_s(run.info()) == pytest.approx(160.0, abs=1.0)

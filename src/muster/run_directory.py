@@ -19,7 +19,7 @@ import signal
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -103,11 +103,11 @@ class Run:
 
     def begin(self, **changes: Any) -> None:
         """A new start, or a resumed one: a stop request and errors of an earlier start do not count."""
-        info = self.info()
+        info = self._info()
         write_again(self.path, str(info.get("state")), info.get("failure") or {}, self.signalled())
         (self.path / STOP_FILE).unlink(missing_ok=True)
         self.clear_error_reports()
-        cleared = {"exit_code": None, "failure": None, "slurm_job": None}
+        cleared = dict.fromkeys(("ended", "exit_code", "failure", "ranks", "slurm_job"))
         changes["rehearsal"] = rehearsal.active()
         changes |= {"begun": time.time(), "ran_before_s": self.ran_s(info)}
         log = self.path / "ranks" / "0.log"
@@ -221,12 +221,12 @@ class Run:
             return (self.path / ALIVE_FILE).stat().st_mtime
         return 0.0
 
-    def ran_s(self, info: Mapping[str, Any], now: float | None = None) -> float:
-        """Seconds in all of its starts, without those between them: up to `now` where it is running, else up to the
-        end of the last start."""
+    def ran_s(self, info: dict[str, Any], now: float | None = None) -> float:
+        """Seconds in all of its starts, without those between them and in queues: up to `now` where it is running,
+        else up to the last sign of life."""
         begun = float(info.get("begun") or info.get("created") or math.inf)
-        ended = float(info.get("ended") or 0.0)
-        until = now or (ended if ended >= begun else self._touched())
+        until = now or min(float(info.get("ended") or math.inf), self._touched() or math.inf)
+        until = begun if math.isinf(until) else until
         return max(0.0, float(info.get("ran_before_s") or 0.0)) + max(0.0, until - begun)
 
     def elsewhere(self) -> str | None:

@@ -114,8 +114,10 @@ def test_what_an_earlier_start_left_is_not_shown(tmp_path, monkeypatch):
     write(tmp_path / "ranks", 1)
     log = tmp_path / "ranks" / "0.log"
     log.write_text("of the first start\n")
-    run.begin(ranks=1)
+    run.begin()
     table = RankTable(tmp_path / "ranks")
+    assert table.lines() == []
+    run.update(ranks=1, state="running")
     assert table.lines() == ["rank 0"]
     write(tmp_path / "ranks", 0, step=None)
     write(tmp_path / "ranks", 1)  # of a machine that was taken for lost

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from muster.errors import MusterError
 from muster.parallel.graphs import Gradients
 
 
@@ -108,12 +109,14 @@ def test_a_capture_leaves_the_gradients_that_there_are_also_one_that_fails():
     assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
 
 
-def test_replicas_sum_the_gradients_of_all_parameters():
-    """Zeros where a rank's batch has none: what takes part may differ between ranks."""
-    model = Model()
+def test_replicas_need_the_gradients_of_all_parameters():
+    """A zero would not do: an optimizer decays a weight that has one, and leaves alone a weight that has none."""
+    model, x = Model(), torch.randn(8, 3)
     gradients = Gradients(model.parameters())
-    Graph(model, gradients, torch.randn(4, 3)).replay()
-    summed = list(gradients.complete())
-    assert [g.shape for g in summed] == [p.shape for p in gradients.parameters]
-    assert model.second.weight.grad.count_nonzero() == 0  # type: ignore[union-attr]
-    assert model.first.bias.grad is None
+    Graph(model, gradients, x).replay()
+    with pytest.raises(MusterError, match=r"cuda_graphs: .* shape \(3, 3\) has none"):
+        list(gradients.every())
+    model.third.requires_grad_(False)
+    gradients = Gradients(model.parameters())
+    Graph(model, gradients, x).replay()
+    assert len(list(gradients.every())) == 3

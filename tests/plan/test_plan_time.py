@@ -27,10 +27,11 @@ from muster.planner.memory import Choice
 from muster.planner.op_cost import OpCost
 from muster.planner.planner import split_axes
 from muster.planner.time import (
-    GROUP_CALLS,
+    GATHER_CALLS,
+    HOOK_CALLS,
     IDLE_S,
-    SHARD_CALLS,
     STEP_CALLS,
+    SUM_CALLS,
     Cluster,
     MicroBatchTime,
     collective,
@@ -187,16 +188,24 @@ def test_graphs_are_used_where_the_host_is_slower_than_the_device():
         assert (auto.memory.allocated > launched.memory.allocated) == (used and count > 1)
 
 
-def test_operations_that_fsdp_adds_are_counted():
+@pytest.mark.parametrize("matrices", [4, 12])
+@pytest.mark.parametrize(
+    ("settings", "counted"),
+    [
+        ({}, [HOOK_CALLS, GATHER_CALLS, GATHER_CALLS, SUM_CALLS]),
+        ({"sums": False}, [HOOK_CALLS, GATHER_CALLS, GATHER_CALLS]),
+        ({"sums": False, "gathers": False}, [HOOK_CALLS]),
+    ],
+)
+def test_operations_that_fsdp_adds_are_counted(matrices, settings, counted):
     """As torch launches them, beside the model's own."""
-    for matrices in (4, 12):
-        with split_axes(8, 1) as axes:
-            added = [
-                _operations(blocks, matrices, axes.tensor) - _operations(blocks, matrices, None)
-                for blocks in (2, 3)
-            ]
-        counted = GROUP_CALLS + SHARD_CALLS * matrices
-        assert added[1] - added[0] == pytest.approx(counted, rel=0.1)
+    with split_axes(8, 1) as axes:
+        added = [
+            _operations(n, matrices, axes.tensor, **settings) - _operations(n, matrices, None)
+            for n in (2, 3)
+        ]
+    expected = sum(group + matrices * each for group, each in counted)
+    assert added[1] - added[0] == pytest.approx(expected, rel=0.1)
 
 
 class Operations(TorchDispatchMode):
@@ -207,7 +216,14 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _operations(blocks: int, matrices: int, shards: DeviceMesh | None) -> int:
+def _operations(
+    blocks: int,
+    matrices: int,
+    shards: DeviceMesh | None,
+    *,
+    sums: bool = True,
+    gathers: bool = True,
+) -> int:
     """Of the second step of a model in bfloat16."""
     layers = [nn.Linear(8, 8, bias=False) for _ in range(blocks * matrices)]
     model = nn.Sequential(*[nn.Sequential(*layers[i::blocks]) for i in range(blocks)])
@@ -216,7 +232,9 @@ def _operations(blocks: int, matrices: int, shards: DeviceMesh | None) -> int:
     else:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         for module in (*model, model):
-            fully_shard(module, mesh=shards, mp_policy=policy)
+            fully_shard(module, mesh=shards, mp_policy=policy, reshard_after_forward=gathers)
+        model.set_requires_gradient_sync(sums)  # type: ignore[operator]
+        model.set_reshard_after_backward(gathers)  # type: ignore[operator]
     operations = Operations()
     for mode in (nullcontext(), operations):
         with mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -215,6 +216,9 @@ def test_a_hugging_face_model_in_place_of_a_recipe_is_given_to_one(
     (folder / "hf").mkdir()
     (folder / "hf" / "config.json").write_text(f'{{"model_type": "{kind}"}}')
     assert refusal(name) == f"{name}: is a Hugging Face model, not a recipe; give it to one: {cure}"
+    config = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
+    (folder / "hf" / "config.json").write_text(json.dumps(config))
+    assert refusal(name) == f"{name}: is a Hugging Face model of type bert, which no recipe takes"
 
 
 @pytest.mark.parametrize(

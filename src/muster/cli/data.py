@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from muster.data.inspection import Inspection
 
-COLUMNS = 80  # of a terminal
+COLUMNS = 80  # of a terminal, at most
 
 app = typer.Typer(no_args_is_help=True, help="Make or look at a corpus.")
 
@@ -91,7 +91,9 @@ def _show(part: Inspection) -> None:
         f"{_length(start, part.unit):>9} – {_length(end, part.unit):>9} {part.unit}"
         for start, end, _ in part.histogram
     ]
-    widest = min(40, COLUMNS - len(f"    {most:,}") - max(map(len, spans), default=0))
+    widest = min(
+        40, min(console.width, COLUMNS) - len(f"    {most:,}") - max(map(len, spans), default=0)
+    )
     for span, (_, _, count) in zip(spans, part.histogram, strict=True):
         bar = "█" * round(widest * count / most) or ("▏" if count else "")
         console.print(f"  {span} {bar} {count:,}")

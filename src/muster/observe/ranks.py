@@ -72,9 +72,13 @@ class RankTable:
         ]
 
     def rows(self) -> list[RankRow]:
-        """Of the present attempt: an earlier one may have had more ranks, and a lost node may still write."""
+        """Of the present start: an earlier one may have had more ranks. While it begins, those that have a
+        heartbeat."""
         self._heartbeats.refresh()
-        world = shapes.info(shapes.document(self.folder.parent / "run.json")).get("ranks")
+        info = shapes.info(shapes.document(self.folder.parent / "run.json"))
+        world = info.get("ranks")
+        if world is None and info.get("state") == "starting":
+            return [self._row(rank) for rank in sorted(self._heartbeats.latest)]
         numbers = {p.name.split(".")[0] for p in self.folder.glob("*.json*")}
         ranks = {found for n in numbers if (found := number(n)) is not None} | {
             *self._heartbeats.latest

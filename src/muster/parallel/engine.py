@@ -140,7 +140,7 @@ class TorchEngine:
         compute = partial(self._compute, self.parts[0], functions)
         losses = [graphs.run(compute, functions.prepare(b), functions.scale) for b in batches]
         if self._clock is not None:
-            self._clock.sum_now(graphs.gradients.complete())
+            self._clock.sum_now(graphs.gradients.every())
         return losses
 
     def _compute(

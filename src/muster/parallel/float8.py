@@ -113,8 +113,8 @@ def update_scales(parts: Sequence[nn.Module]) -> None:
         found: list[Any] = [getattr(p, "_local_tensor", None) for p in part.parameters()]
         scales = [p._precomputed_scale for p in found if hasattr(p, "_precomputed_scale")]
         if scales:
-            together = scales[0]._base  # each is an element of one tensor
-            together.copy_(together.log2().floor().exp2())
+            rounded = torch.stack(scales).log2().floor().exp2()
+            torch._foreach_copy_(scales, list(rounded.unbind()))
 
 
 def without_wrapper(tensor: Any) -> Any:

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from muster.data.loader import Batch
 from muster.errors import MusterError
 
-GRAPH_MEMORY = (
-    0.45  # of the GPU, without graphs: they keep a second set of activations and of gradients
-)
+GRAPH_MEMORY = 0.45  # of the GPU, without graphs: they keep more activations and gradients
 MAX_GRAPHS = 96  # each holds a batch and some megabytes of kernel launches
 
 log = logging.getLogger(__name__)
@@ -89,11 +87,14 @@ class Gradients:
         if before:
             torch._foreach_add_(list(before.values()), [static[p] for p in before])
 
-    def complete(self) -> Iterator[Tensor]:
-        """Of all parameters, zero where there is none: ranks sum them, whatever took part on each."""
+    def every(self) -> Iterator[Tensor]:
+        """Of all parameters, as ranks sum them."""
         for p in self.parameters:
             if p.grad is None:
-                p.grad = torch.zeros_like(p)
+                raise MusterError(
+                    "training.cuda_graphs: several ranks need a gradient of every weight in every step, and a "
+                    f"weight of shape {tuple(p.shape)} has none in this one; set it to false"
+                )
             yield p.grad
 
     def _set(self, gradients: Iterable[Tensor | None]) -> None:

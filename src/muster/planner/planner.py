@@ -119,10 +119,10 @@ class Planner:
             usual = self._workload(mode, stage, choice.rows, costliest=False)
             times.append(self._micro_batch_time(usual, stage.last, _context_stride(choice.layout)))
         if self._replayed(choice, max(memory.total for memory in estimates), times):
-            again = choice.accumulation > 1 or not self.subject.uniform
-            estimates = self._memory(choice, mode, int(again))
+            uniform = self.subject.uniform
+            estimates = self._memory(choice, mode, (choice.accumulation > 1) + (not uniform))
             times = [
-                replayed(time, stage, self.cluster, choice.accumulation)
+                replayed(time, stage, self.cluster, choice.accumulation, uniform=uniform)
                 for time, stage in zip(times, stages, strict=True)
             ]
         durations = [

@@ -110,7 +110,7 @@ def _platform() -> list[str]:
         torch.__version__,
         torch.backends.cpu.get_cpu_capability(),
         str(torch.backends.mkldnn.is_available()),
-        str(torch.cuda.is_available()),
+        str(torch.version.cuda or torch.version.hip),
         platform.machine(),
         *(str(part) for part in sys.version_info[:2]),
     ]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
-import os
 import signal
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from muster.hardware import cpus
 
 LIMIT_S = 120.0  # for an answer; a recording takes seconds
 
@@ -21,8 +24,9 @@ class SecondProcess:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
-        self.usable = len(os.sched_getaffinity(0)) > 1 and not torch.cuda.is_initialized()
+        self.usable = cpus.find(Path("/")).usable > 1 and not torch.cuda.is_initialized()
         self._connection: Connection | None = None
+        self._process: Any = None
 
     def call(self, *args: Any) -> Callable[[], Any]:
         """Begins; what it returns waits for the result. None where there is none, and then it is the caller's
@@ -38,7 +42,8 @@ class SecondProcess:
     def _fork(self) -> Connection:
         fork = multiprocessing.get_context("fork")
         mine, other = fork.Pipe()
-        fork.Process(target=self._serve, args=(other, mine), daemon=True).start()
+        self._process = fork.Process(target=self._serve, args=(other, mine), daemon=True)
+        self._process.start()
         other.close()
         return mine
 
@@ -49,12 +54,14 @@ class SecondProcess:
                 answer = self._connection.recv()
                 self.usable = answer is not None
                 return answer
+        self._process.kill()  # the first one does it all from now on
         return None
 
     def _serve(self, connection: Connection, other: Connection) -> None:
         other.close()  # so that this ends with the first process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        warnings.simplefilter("ignore")  # the first process has them too
+        warnings.simplefilter("ignore")  # the first process has them too, and its log
+        logging.disable(logging.CRITICAL)
         torch.set_num_threads(1)  # a forked process cannot use the first one's
         with contextlib.suppress(EOFError, OSError):
             while True:

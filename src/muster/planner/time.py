@@ -10,13 +10,15 @@ from muster.planner.kernels import LAUNCH_US, Speeds, host_seconds
 from muster.planner.memory import Choice
 from muster.planner.profile import ModelCost
 from muster.planner.shards import FLOAT, Stage
-from muster.planner.traffic import data_traffic
+from muster.planner.traffic import data_traffic, fsdp_passes
 
-ASIDE_BYTES = 8  # per gradient: those of a graph's first micro-batch are copied before the second
+COPIED_BYTES = 8  # per gradient: those of a graph's first micro-batch, before the second; those of other shapes
 ADDED_BYTES = 12  # per gradient, and each further micro-batch: added to what is there
 STEP_CALLS = 150  # operations of a step that are not the model's: the optimizer's, the loop's
-GROUP_CALLS = 49  # of FSDP in a micro-batch, for each group of parameters that it gathers
-SHARD_CALLS = 4  # and for each parameter
+# Of FSDP, for each group of parameters and each parameter in it, as torch 2.13 launches them:
+HOOK_CALLS = (15, 0)  # in a micro-batch
+GATHER_CALLS = (12, 1)  # when it gathers the weights
+SUM_CALLS = (10, 2)  # when it sums the gradients
 BUS = 0.8  # fraction of a link's rate that NCCL reaches
 LATENCY_S = 2e-5  # of one collective
 IDLE_S = 4e-3  # until a GPU has work queued again, where the host waits for it at every step
@@ -111,12 +113,13 @@ def micro_batch_time(
 
 
 def replayed(
-    time: MicroBatchTime, stage: Stage, cluster: Cluster, accumulation: int
+    time: MicroBatchTime, stage: Stage, cluster: Cluster, accumulation: int, *, uniform: bool
 ) -> MicroBatchTime:
-    """By a CUDA graph, which writes the gradients of every micro-batch to the same memory."""
-    moved = 0.0
+    """By a CUDA graph, which writes the gradients of every micro-batch to the same memory. `uniform`: all of
+    one shape."""
+    moved = 0.0 if uniform else COPIED_BYTES
     if accumulation > 1:
-        moved = (ASIDE_BYTES + ADDED_BYTES * (accumulation - 1)) / accumulation
+        moved += (COPIED_BYTES + ADDED_BYTES * (accumulation - 1)) / accumulation
     adding = moved * stage.trained / Speeds.of(cluster.device).bytes
     return replace(time, host=0.0, memory=time.memory + adding)
 
@@ -143,7 +146,7 @@ def step_time(
     exposed = _exposed(choice, stage, cluster, busy, rounded)
     optimizer = _optimizer(choice, stage, cluster, speeds)
     device = passes * busy + bubble + exposed + optimizer
-    launching = passes * (micro_batch.host + _sharding(choice, stage, speeds)) + _outside(speeds)
+    launching = passes * micro_batch.host + _sharding(choice, stage, speeds) + _outside(speeds)
     idle = _idle(choice, speeds)
     host = max(launching + idle - device, idle)
     return Duration(
@@ -165,10 +168,14 @@ def _outside(speeds: Speeds) -> float:
 
 
 def _sharding(choice: Choice, stage: Stage, speeds: Speeds) -> float:
-    """What the host does in a micro-batch to gather weights and to sum gradients."""
+    """What the host does in a step to gather weights and to sum gradients."""
     if not choice.sharded:
         return 0.0
-    calls = GROUP_CALLS * len(stage.groups()) + SHARD_CALLS * len(stage.parameters)
+    gathers, _, sums = fsdp_passes(choice)
+    counts = {HOOK_CALLS: choice.accumulation * choice.microbatches, GATHER_CALLS: gathers}
+    counts[SUM_CALLS] = sums
+    groups, parameters = len(stage.groups()), len(stage.parameters)
+    calls = sum(n * (each * groups + one * parameters) for (each, one), n in counts.items())
     return host_seconds({"op": calls}, speeds)
 
 

@@ -24,15 +24,20 @@ def data_traffic(choice: Choice, stage: Stage, cast: bool = True) -> Traffic:
     return Counter()
 
 
-def _fsdp(choice: Choice, stage: Stage, low: int) -> Traffic:
-    """Each block is all-gathered for its forward and again for its backward pass, the rest once. In a
-    pipeline, the forward pass of a micro-batch uses what another's backward pass gathered."""
-    layout, shards = choice.layout, choice.layout.shards
+def fsdp_passes(choice: Choice) -> tuple[int, int, int]:
+    """How often FSDP gathers a block and the rest in a step, and sums gradients. Each block is all-gathered for
+    its forward and again for its backward pass, the rest once. In a pipeline, the forward pass of a micro-batch
+    uses what another's backward pass gathered."""
     passes = choice.accumulation * choice.microbatches
-    blocks, rest = passes * (1 if choice.keep_gathered else 2), passes
+    if choice.layout.pipeline > 1:
+        return (1 if choice.keep_gathered else passes + 1), 1, 1
     sums = passes if choice.reduce_each else 1
-    if layout.pipeline > 1:
-        blocks, rest, sums = 1 if choice.keep_gathered else passes + 1, 1, 1
+    return passes * (1 if choice.keep_gathered else 2), passes, sums
+
+
+def _fsdp(choice: Choice, stage: Stage, low: int) -> Traffic:
+    layout, shards = choice.layout, choice.layout.shards
+    blocks, rest, sums = fsdp_passes(choice)
     sent: Traffic = Counter()
     for (_, name), size in stage.groups(shards).items():
         sent["all_gather", low * size, shards] += rest if name is None else blocks

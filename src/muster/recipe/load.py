@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import shlex
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,19 +139,24 @@ def _find(name_or_path: str) -> Path:
 def _refuse_model(name: str, path: Path) -> None:
     """A Hugging Face config.json, or a folder with one."""
     file = path / "config.json" if is_folder(path) else path
-    kind = None
+    found: Mapping[str, Any] = {}
     if file.suffix == ".json":
         with suppress(OSError, UnreadableError):
-            kind = json_file.read(file).get("model_type")
+            found = json_file.read(file)
+    kind, classes = found.get("model_type"), found.get("architectures")
     if not isinstance(kind, str):
         return
-    name = in_one_line(name)
+    name, quoted = in_one_line(name), shlex.quote(in_one_line(name))
     if kind in CTC_TYPES:
-        words = f"wav2vec2 model.pretrained={in_one_line(str(file.parent))}"
+        words = f"wav2vec2 model.pretrained={shlex.quote(in_one_line(str(file.parent)))}"
     elif kind == "whisper":
-        words = f"whisper-micro model.config={name}"
+        words = f"whisper-micro model.config={quoted}"
+    elif isinstance(classes, list) and not any(str(c).endswith("ForCausalLM") for c in classes):
+        raise RecipeError(
+            f"{name}: is a Hugging Face model of type {in_one_line(kind)}, which no recipe takes"
+        )
     else:
-        words = f"llama-1b model.config={name} model.vocab_size=null"
+        words = f"llama-1b model.config={quoted} model.vocab_size=null"
     raise RecipeError(f"{name}: is a Hugging Face model, not a recipe; give it to one: {words}")
 
 

@@ -117,7 +117,7 @@ class Job:
         now.wait_stream(self._copies)
         for tensor in moved.tensors.values():
             tensor.record_stream(now)
-        self._begun.append(now.record_event())
+        self._begun.append(now.record_event(torch.cuda.Event(blocking=True)))
         return moved
 
     @cached_property
