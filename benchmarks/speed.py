@@ -234,16 +234,23 @@ def compare(name: str, clips: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rows", nargs="*", default=list(ROWS), choices=[*ROWS, []], metavar="ROW")
+    parser.add_argument(
+        "rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all by default"
+    )
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--clips", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if unknown := set(args.rows) - set(ROWS):
+        parser.error(f"no row is named {', '.join(sorted(unknown))}; they are {', '.join(ROWS)}")
     if args.side:
         print(json.dumps(run_muster(ROWS[args.rows[0]], args.side, args.clips)))
         return
     import torch
 
+    if not torch.cuda.is_available():
+        parser.error("torch finds no NVIDIA GPU here, which every row needs")
+    rows = args.rows or list(ROWS)
     table = [
         f"{torch.cuda.get_device_name()}, {os.cpu_count()} CPU cores, torch {torch.__version__}",
         "",
@@ -253,9 +260,9 @@ def main() -> None:
     print("\n".join(table), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         clips = Path(folder) / "clips.parquet"
-        if "whisper" in args.rows:
+        if "whisper" in rows:
             write_clips(clips)
-        for name in args.rows:
+        for name in rows:
             table += compare(name, str(clips))
             if args.write:
                 args.write.write_text("\n".join(table) + "\n")

@@ -218,7 +218,9 @@ def test_a_hugging_face_model_in_place_of_a_recipe_is_given_to_one(
     assert refusal(name) == f"{name}: is a Hugging Face model, not a recipe; give it to one: {cure}"
     config = {"model_type": "bert", "architectures": ["BertForMaskedLM"]}
     (folder / "hf" / "config.json").write_text(json.dumps(config))
-    assert refusal(name) == f"{name}: is a Hugging Face model of type bert, which no recipe takes"
+    assert refusal(name).startswith(
+        f"{name}: is a Hugging Face model of type bert that predicts no"
+    )
 
 
 @pytest.mark.parametrize(

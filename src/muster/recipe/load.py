@@ -153,7 +153,8 @@ def _refuse_model(name: str, path: Path) -> None:
         words = f"whisper-micro model.config={quoted}"
     elif isinstance(classes, list) and not any(str(c).endswith("ForCausalLM") for c in classes):
         raise RecipeError(
-            f"{name}: is a Hugging Face model of type {in_one_line(kind)}, which no recipe takes"
+            f"{name}: is a Hugging Face model of type {in_one_line(kind)} that predicts no next token, and "
+            "no recipe takes it as it is"
         )
     else:
         words = f"llama-1b model.config={quoted} model.vocab_size=null"
