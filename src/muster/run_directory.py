@@ -225,8 +225,13 @@ class Run:
         """Seconds in all of its starts, without those between them and in queues: up to `now` where it is running,
         else up to the last sign of life."""
         begun = float(info.get("begun") or info.get("created") or math.inf)
-        until = now or min(float(info.get("ended") or math.inf), self._touched() or math.inf)
-        until = begun if math.isinf(until) else until
+        ended, touched = float(info.get("ended") or 0.0), self._touched()
+        if now is not None:
+            until = now
+        elif ended and touched:  # what ended in a queue was not alive then
+            until = min(ended, touched + ALIVE_EVERY_S)
+        else:
+            until = ended or touched
         return max(0.0, float(info.get("ran_before_s") or 0.0)) + max(0.0, until - begun)
 
     def elsewhere(self) -> str | None:
