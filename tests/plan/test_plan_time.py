@@ -22,6 +22,7 @@ from muster.planner.kernels import (
     SHORTEST_S,
     STREAM,
     Speeds,
+    host_seconds,
 )
 from muster.planner.memory import Choice
 from muster.planner.op_cost import OpCost
@@ -34,6 +35,7 @@ from muster.planner.time import (
     SUM_CALLS,
     Cluster,
     MicroBatchTime,
+    _sharding,
     collective,
     micro_batch_time,
     step_time,
@@ -206,6 +208,26 @@ def test_operations_that_fsdp_adds_are_counted(matrices, settings, counted):
         ]
     expected = sum(group + matrices * each for group, each in counted)
     assert added[1] - added[0] == pytest.approx(expected, rel=0.1)
+
+
+def test_fsdp_launches_as_often_as_it_gathers_and_sums():
+    layout, speeds = Layout(shard=8), Speeds.of(H100)
+    stage = stage_of(layout)
+
+    def counted(hooks: int, gathers: int, sums: int) -> object:
+        parts = [(hooks, HOOK_CALLS), (gathers, GATHER_CALLS), (sums, SUM_CALLS)]
+        sizes = len(stage.groups()), len(stage.parameters)
+        calls = sum(n * (each * sizes[0] + one * sizes[1]) for n, (each, one) in parts)
+        return pytest.approx(host_seconds({"op": calls}, speeds))
+
+    def launching(**fields: object) -> float:
+        return _sharding(Choice(layout, "bf16", 1, **fields), stage, speeds)
+
+    assert launching() == counted(1, 2, 1)
+    assert launching(accumulation=4) == counted(4, 8, 1)
+    assert launching(accumulation=4, reduce_each=True) == counted(4, 8, 4)
+    assert launching(keep_gathered=True) == counted(1, 1, 1)
+    assert _sharding(Choice(Layout(replicate=8), "bf16", 1), stage, speeds) == 0.0
 
 
 class Operations(TorchDispatchMode):
